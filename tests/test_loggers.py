@@ -166,6 +166,50 @@ def test_a_study_that_is_stopped_has_not_failed(error, status, tmp_path):
     assert made and {one.status for one in made} == {status}
 
 
+def test_a_run_whose_rounds_diverged_has_not_finished(tmp_path):
+    """Its scores are those of the initial model, which are finite."""
+    made = []
+
+    def make(folder, name):
+        made.append(Memory(folder, name))
+        return made[-1]
+
+    systems = {"fedavg": {"method": "fedavg", "options": {"lr": 1.7e308, "epochs": 5, "batch_size": 10}}}
+    chosen = study(rounds=1, systems=systems, seeds=[1])
+    with logged(Silent(), tmp_path, {"m": make}, {"fedavg": {}}) as watcher:
+        run.run(chosen, tmp_path, watcher=watcher)
+    (line,) = lines(tmp_path)
+    assert line["faults"][0]["diverged"] and np.isfinite(list(line["tests"]["known"]["scores"].values())).all()
+    assert [one.status for one in made] == ["diverged"]
+
+
+@pytest.mark.parametrize("breaks", ["start", "finish"])
+def test_the_first_error_of_a_logger_is_the_one_that_is_told(breaks, tmp_path):
+    """A logger that could not start is not ended; one that cannot end leaves no other open, and hides no error before it."""
+    made = []
+
+    class Broken(Memory):
+        def start(self, config):
+            if breaks == "start":
+                raise ConnectionError("no network")
+            super().start(config)
+
+        def log(self, step, values):
+            raise ConnectionError("no network")
+
+        def finish(self, status):
+            raise AttributeError("there is no run")
+
+    def make(kind, folder, name):
+        made.append(kind(folder, name))
+        return made[-1]
+
+    kinds = {name: functools.partial(make, kind) for name, kind in (("a", Memory), ("b", Broken), ("c", Memory))}
+    with pytest.raises(ConnectionError, match="no network"), logged(Silent(), tmp_path, kinds, {"fedavg": {}}) as watcher:
+        run.run(study(rounds=1), tmp_path, watcher=watcher)
+    assert [one.status for one in made if type(one) is Memory] == ["failed"] * (1 if breaks == "start" else 2)
+
+
 def test_a_study_that_goes_on_logs_each_evaluation_once(tmp_path):
     chosen, made = study(**{k: v for k, v in SMALL.items() if k not in TREE or TREE[k] != v}), []
 

@@ -46,7 +46,7 @@ class Shown(NamedTuple):
       final: its trials, one for each seed.
       tuning: the trials of its grid, if there was one.
       grid: the values that were tried, by name.
-      chosen: those that were chosen.
+      chosen: the point that each draw of the clients chose.
       score: name of the main score; that of `report.score_names` when not given.
       tuned_by: how they were chosen.
       traffic: bytes that a client downloads and uploads in a round; NaN where it is not known.
@@ -59,7 +59,7 @@ class Shown(NamedTuple):
     final: Sequence[Trial]
     tuning: Sequence[Trial] = ()
     grid: Mapping[str, Sequence[float]] = {}
-    chosen: Mapping[str, float] = {}
+    chosen: Sequence[Mapping[str, float]] = ()
     score: str | None = None
     tuned_by: Tuning = Tuning()
     traffic: float = float("nan")
@@ -244,8 +244,8 @@ def tuning(systems: Sequence[Shown]) -> Figure:
                 score = [_best(one, name, value) for value in values]
                 axis.plot(values, score, marker="o", markersize=3.5, **_line(one))
                 drawn.append(curves.Drawn(values, np.array(score), color_of(one.color)))
-                if one.chosen.get(name) in values:
-                    place = values.index(one.chosen[name])
+                for value in {point[name] for point in one.chosen if point.get(name) in values}:
+                    place = values.index(value)
                     ring: dict[str, Any] = {"markeredgecolor": color_of(one.color), "markerfacecolor": "none"}
                     axis.plot(values[place], score[place], "o", markersize=9, markeredgewidth=1.6, **ring)
             if every and every[0] > 0:
@@ -261,7 +261,11 @@ def tuning(systems: Sequence[Shown]) -> Figure:
 
     where = {"samples": "train samples", "clients": "clients", "both": "train samples and clients"}
     held = where[tuned[0].tuned_by.validation] if tuned else ""
-    words = f"Best score on held-back {held} with each value of the grid; a ring marks the value that was chosen."
+    if any(one.draws > 1 for one in tuned):
+        marked = "mean over the draws that tried it. Each draw of the clients chose for itself; rings mark what was chosen."
+    else:
+        marked = "a ring marks the value that was chosen."
+    words = f"Best score on held-back {held} with each value of the grid; {marked}"
     return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names])
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,26 +75,31 @@ class Logged:
 
     def finish(self, status: str | None = None) -> None:
         """Ends all runs that are open; by default each as its last evaluation says."""
+        failed: Exception | None = None
         while self._open:
             name, loggers = self._open.popitem()
             for logger in loggers:
-                logger.finish(status or self._status[name])
+                try:
+                    logger.finish(status or self._status[name])
+                except Exception as error:  # the other runs end, too
+                    failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _line(self, line: dict[str, Any]) -> None:
         point = ",".join([*(f"{name}={value:g}" for name, value in line["numbers"].items()), f"seed={line['seed']}"])
         name = "/".join([line["scenario"], line["system"], line["phase"], point])
         if name not in self._open:
             config = {key: line[key] for key in ("scenario", "system", "phase", "seed", "numbers")}
-            self._open[name] = [
-                make(self._folder / "logs" / kind.replace(":", "."), name) for kind, make in self._loggers.items()
-            ]
-            for logger in self._open[name]:
+            self._open[name] = []
+            for kind, make in self._loggers.items():
+                logger = make(self._folder / "logs" / kind.replace(":", "."), name)
                 logger.start({**config, "options": self._configs[line["system"]]})
+                self._open[name].append(logger)  # one that cannot start is not ended
         scores = {group: test["scores"] for group, test in line["tests"].items()}
         for logger in self._open[name]:
             log_steps(logger, by_step(line, scores))
-        finite = all(math.isfinite(value) for test in scores.values() for value in test.values())
-        self._status[name] = FINISHED if finite else DIVERGED
+        self._status[name] = FINISHED if report.diverged([line], next(iter(scores))) is None else DIVERGED
 
 
 @contextlib.contextmanager
@@ -115,6 +119,9 @@ def logged(
     try:
         yield watched
     except BaseException as error:
-        watched.finish(STOPPED if isinstance(error, _STOPS) else FAILED)
+        try:
+            watched.finish(STOPPED if isinstance(error, _STOPS) else FAILED)
+        except Exception as another:
+            error.add_note(f"A logger could not end its run either: {type(another).__name__}: {another}")
         raise
     watched.finish()

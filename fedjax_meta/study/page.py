@@ -143,7 +143,7 @@ def systems(study: Study, outcomes: Sequence[Outcome]) -> list[Shown]:
             final=one.final,
             tuning=one.tuning,
             grid=study.systems[one.system].grid,
-            chosen=one.chosen,
+            chosen=one.draws or (one.chosen,),
             score=study.score,
             tuned_by=study.tuned_by,
             traffic=float("nan") if one.traffic is None else float(sum(one.traffic)),

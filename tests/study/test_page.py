@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from fedjax_meta.report import COLORS
 from fedjax_meta.study import compare, comparison, figures, page, results, run
+from fedjax_meta.study.tuning import Trial
 from tests.study.common import TREE, Silent, study
 from tests.study.test_compare import trial as trial_of
 
@@ -175,6 +176,21 @@ def test_a_curve_has_the_rounds_that_all_seeds_have():
     axis = Figure().subplots()
     figures.against([shown]).panels[-1].draw(axis)
     np.testing.assert_allclose(axis.lines[0].get_xdata(), np.mean([[2, 4, 6], [2, 6, 10]], 0))
+
+
+def test_the_choice_of_every_draw_has_a_ring():
+    """Two draws of the clients, each tuned on its own, which chose unlike values."""
+    points = [(0.1, 0.9), (0.3, 0.2), (0.1, 0.1), (0.3, 0.9)]
+    tests = [{"validation": {"accuracy": [share], "scores": {"accuracy_mean": share}}} for _, share in points]
+    trials = [Trial({"lr": lr}, 0, [{"round": 1, "tests": one}], None) for (lr, _), one in zip(points, tests, strict=True)]
+    shown = figures.Shown("a", 0, [], tuning=trials, grid={"lr": [0.1, 0.3]}, chosen=[{"lr": 0.1}, {"lr": 0.3}], draws=2)
+    figure, axis = figures.tuning([shown]), Figure().subplots()
+    figure.panels[0].draw(axis)
+    curve, *rings = axis.lines
+    np.testing.assert_allclose(curve.get_xydata(), [[0.1, 50], [0.3, 55]])
+    assert sorted(ring.get_xdata()[0] for ring in rings) == [0.1, 0.3] and "Each draw" in figure.words
+    figures.tuning([shown._replace(chosen=[{"lr": 0.3}], draws=1)]).panels[0].draw(axis := Figure().subplots())
+    assert [ring.get_xdata()[0] for ring in axis.lines[1:]] == [0.3]
 
 
 def test_what_was_not_run_is_not_spoken_of(tmp_path):
