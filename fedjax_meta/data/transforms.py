@@ -7,6 +7,7 @@ clients, S samples, B batch, K classes.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def add_noise(
     *,
     seed: int | np.random.Generator,
     views: Sequence[str] = ("train",),
-    clip: tuple[float, float] | None = (0.0, 1.0),
+    clip: tuple[float, float] | Literal["auto"] | None = "auto",
 ) -> FederatedData:
     """Adds zero-mean Gaussian noise to the inputs of some views.
 
@@ -97,7 +98,7 @@ def add_noise(
       std: standard deviation, a number or `[N]`; a client with 0 keeps its inputs.
       seed: an integer or a NumPy generator.
       views: the views whose samples become noisy.
-      clip: bounds of the result, or `None`.
+      clip: bounds of the result, or `None`; by default [0, 1] where all inputs lie there, else none.
 
     Raises:
       ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs, other integers.
@@ -107,7 +108,9 @@ def add_noise(
     if np.shape(std) not in ((), (data.num_clients,)):
         raise ValueError(f"std must be a number or [N={data.num_clients}], not of shape {np.shape(std)}")
     std = np.broadcast_to(np.asarray(std, np.float32), (data.num_clients,))
-    if clip is not None:
+    if isinstance(clip, str):
+        checks.one_of("clip", clip, ("auto",))
+    elif clip is not None:
         bounds = checks.numeric("clip", clip)
         if bounds.shape != (2,) or not bounds[0] < bounds[1]:
             raise ValueError(f"clip={checks.shown(clip)} must be two bounds, the lower one first, or None")
@@ -120,6 +123,8 @@ def add_noise(
     rng = np.random.default_rng(seed)
     unit = np.float32(255 if data.x.dtype == np.uint8 else 1)
     inputs = np.array(data.x)
+    if isinstance(clip, str):
+        clip = (0.0, 1.0) if unit == 255 or bool(inputs.min() >= 0 and inputs.max() <= 1) else None
     for client, where in enumerate(_samples(data, views)):
         if std[client] == 0:
             continue

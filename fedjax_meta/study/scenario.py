@@ -77,9 +77,7 @@ def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: i
     amount = np.zeros(data.num_clients, np.float32)
     amount[noisy] = std
     transforms.one_array("the shift noise changes inputs", data.x)
-    x = np.asarray(data.x)
-    inside = x.dtype == np.uint8 or bool(x.min() >= 0 and x.max() <= 1)
-    return transforms.add_noise(data, amount, seed=seed, clip=(0.0, 1.0) if inside else None)
+    return transforms.add_noise(data, amount, seed=seed)
 
 
 def _concept(data: FederatedData, *, num_groups: int = 2, seed: int) -> FederatedData:

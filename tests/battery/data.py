@@ -405,7 +405,7 @@ PROTOCOLS = {
         ("views", ("trian",), "the data have no view 'trian' (did you mean 'train'?)"),
         ("views", 3, "views=3 must be a tuple"),
         ("clip", (1.0, 0.0), "clip=(1.0, 0.0) must be two bounds, the lower one first"),
-        ("clip", "unit", "clip must be one array of real numbers, not 'unit'"),
+        ("clip", "unit", "clip='unit' is unknown"),
     ]),
     **rows(synthetic.synthetic, {"model_spread": 1.0, "data_spread": 1.0, "seed": 0, "num_clients": 3}, [
         ("model_spread", -1, "model_spread=-1 must be finite and at least 0"),

@@ -68,6 +68,13 @@ def test_noise_on_floats_is_clipped_only_if_clip_is_given():
     assert np.clip(free.x, 0, 1) == pytest.approx(clipped.x)
 
 
+def test_inputs_outside_0_and_1_are_not_clipped_by_default():
+    inside, outside = np.linspace(0, 1, 1500).reshape(500, 3), np.linspace(-3, 3, 1500).reshape(500, 3)
+    for x, clipped in ((inside, True), (outside, False)):
+        noisy = transforms.add_noise(from_partition(x, np.zeros(500, int), np.arange(500), [500]), 0.1, seed=0).x
+        assert (noisy.min() == 0 and noisy.max() == 1) if clipped else np.abs(noisy - x).max() < 0.6
+
+
 def test_noise_on_white_pixels_stays_white_whatever_the_bounds():
     data = from_partition(np.full((500, 3), 255, np.uint8), np.zeros(500, int), np.arange(500), [500], scale=1 / 255)
     assert transforms.add_noise(data, 0.05, seed=0, clip=(0.0, 1.5)).x.min() > 180
