@@ -132,6 +132,7 @@ ROWS = (
         r"fedjax-meta run fedmeta_per --(data|seeds|systems)(?!.*orders=30).*", f"--systems fedavg,fedmeta_per {TINY}", "mnist"
     ),
     Row(r"fedjax-meta run fedmeta_per --variant central .*", f"--systems centralised-100 {TINY}", "mnist"),
+    Row(r"fedjax-meta run fedmeta_per_cifar10_published_cohorts .*", f"--systems fedmeta_per {TINY}", "cifar10"),
     Row(r"fedjax-meta run fedmeta_per_published_cohorts .*", f"--systems fedmeta {TINY}", "mnist"),
     Row(r"fedjax-meta run fedmeta_per_cifar10 .*", f"--systems fedavg {TINY}", "cifar10"),
     Row(r"fedjax-meta run fedmeta_per_sweeps( .*)?", f"--systems maml_clients-2 {TINY}", "mnist"),

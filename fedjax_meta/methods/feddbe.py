@@ -14,7 +14,7 @@ servers/serverDBE.py 14-35.
 After the first round, which is one of FedAvg, the head sees features plus shift, and kappa / 2 times the mean squared distance of
 the running mean from the global one is added to the loss; its gradient goes through the last batch alone. Differs from the code:
 the models of the first round are averaged (there thrown away: `first_round="mean"`), and the global mean is that of its cohort
-(there of all clients).
+(there of all clients). Every upload has the feature mean, which the server needs in the first round only.
 """
 
 from collections.abc import Callable
