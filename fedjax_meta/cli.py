@@ -258,7 +258,8 @@ def run(
     configs = {system: dataclasses.asdict(chosen.system(system)) for system in chosen.systems}
     parts = functools.partial(folders.part, folder) if shared else None
     with (
-        logged(terminal.lines(chosen, built), folder, makes, configs, folder_of=parts) as watcher,
+        terminal.lines(chosen, built) as shown,
+        logged(shown, folder, makes, configs, folder_of=parts) as watcher,
         _trained(chosen, folder, built, command, watcher, shared) as outcomes,
     ):
         if outcomes is not None:

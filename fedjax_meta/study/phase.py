@@ -29,11 +29,13 @@ class Stopped(Exception):  # noqa: N818 - it is no error
 class Watcher(Protocol):
     """Shows how far a study is; every method may do nothing."""
 
-    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
-        """A sweep begins, or goes on after `done` rounds."""
+    def begin(
+        self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int, tested: Sequence[int]
+    ) -> None:
+        """A sweep begins, or goes on after `done` rounds. After the rounds `tested` its members are tested."""
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
-        """Rounds are finished."""
+        """Rounds are finished. If `done` is one after which members are tested, the test begins now, and ends with `record`."""
 
     def record(self, done: int, records: Sequence[Record]) -> None:
         """All members were evaluated that were not stopped by halving."""

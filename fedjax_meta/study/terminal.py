@@ -1,8 +1,10 @@
 """What a command prints about a study: before it runs, while it runs, and what came of it."""
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -19,6 +21,9 @@ from fedjax_meta.study.job import passes
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, points_of, rounds_of_trials
+
+QUIET = 60.0
+"""Seconds without a line after which one is printed, where the output is no terminal."""
 
 
 def announce(study: Study, built: Mapping[str, Clients]) -> None:
@@ -112,37 +117,54 @@ def left_out(study: Study, folder: Path) -> None:
         console.print(escape.console(text), soft_wrap=True)
 
 
-def lines(study: Study, built: Mapping[str, Clients]) -> runs.Watcher:
-    """Prints the progress of a run."""
-    return _Lines(study, built)
+@contextlib.contextmanager
+def lines(study: Study, built: Mapping[str, Clients]) -> Iterator[runs.Watcher]:
+    """Prints the progress of a run, until the block ends."""
+    shown = _Lines(study, built)
+    try:
+        yield shown
+    finally:
+        shown.silence()
 
 
 class _Lines(runs.Watcher):
-    """One line for each sweep in progress, renewed in place on a terminal; elsewhere one for each evaluation, and each minute."""
+    """One line for each sweep in progress, renewed in place on a terminal; elsewhere one for each evaluation, and each minute.
+
+    What takes minutes itself, such as a compilation or a test, is said while it lasts.
+    """
 
     def __init__(self, study: Study, built: Mapping[str, Clients]) -> None:
         self._study, self._built = study, built
-        self._what, self._rounds, self._started, self._first, self._members = "", 0, 0.0, 0, 0
+        self._what, self._rounds, self._members, self._tested = "", 0, 0, frozenset[int]()
+        self._pace = _Pace(0)
         self._shown, self._system, self._spent = 0.0, ("", ""), ""
+        self._later: threading.Timer | None = None
+        self._latest = ""
 
-    def begin(self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int) -> None:
+    def begin(
+        self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int, tested: Sequence[int]
+    ) -> None:
         self._what = f"{scenario}, {self._study.title_of(system)}, {phase} ({members} run{'' if members == 1 else 's'})"
-        self._rounds, self._started, self._first, self._members = rounds, time.perf_counter(), done, members
+        self._rounds, self._members, self._tested = rounds, members, frozenset(tested)
+        self._pace = _Pace(done)
         self._system, self._spent = (scenario, system) if phase == "final" else ("", ""), ""
-        self._shown = 0.0 if console.is_terminal else time.perf_counter()
-        self._say(f"{self._what}: compiling")
+        self._say(f"{self._what}: compiling", at_once=True)
 
     def progress(self, done: int, metrics: Mapping[str, np.ndarray]) -> None:
-        pace = (time.perf_counter() - self._started) / max(done - self._first, 1)
+        self._pace.trained(done)
         loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
-        self._say(f"{self._what}: round {done}/{self._rounds}{loss}, {pace * (self._rounds - done):.0f} s left{self._spent}")
+        tests = done in self._tested
+        left = self._pace.left(self._rounds, sum(number >= done for number in self._tested))
+        now = ", testing" if tests else ""
+        self._say(f"{self._what}: round {done}/{self._rounds}{loss}{now}, {left:.0f} s left{self._spent}", at_once=tests)
 
     def record(self, done: int, records: Sequence[Record]) -> None:
+        self._pace.tested()
         scenario, system = self._system
         said = guarantees.said(self._study, scenario, system, self._built[scenario], done) if system else ""
         self._spent = f"; after round {done}: {said}" if said else ""
         if not console.is_terminal:
-            self._shown = time.perf_counter()
+            self.silence()
             fewer = f", {len(records)} left" if len(records) < self._members else ""
             console.print(escape.console(f"{self._what}: round {done}/{self._rounds}{fewer}{f'; {said}' if said else ''}"))
 
@@ -160,20 +182,61 @@ class _Lines(runs.Watcher):
         self._clear()
         console.print(escape.console(f"waiting for systems that other processes train: {names}"))
 
-    def _say(self, text: str) -> None:
-        now = time.perf_counter()
-        if now - self._shown < (0.2 if console.is_terminal else 60):
-            return
-        self._shown = now
-        if console.is_terminal:
+    def silence(self) -> None:
+        """Prints nothing more of what was said last."""
+        if self._later is not None:
+            self._later.cancel()
+        self._later = None
+
+    def _say(self, text: str, *, at_once: bool = False) -> None:
+        """Shows how far it is; on a terminal a few times a second, or at once, elsewhere when a minute has brought no line."""
+        self._latest = text
+        if not console.is_terminal:
+            if self._later is None:
+                self._later = threading.Timer(QUIET, self._print_latest)
+                self._later.daemon = True
+                self._later.start()
+        elif at_once or time.perf_counter() - self._shown >= 0.2:
+            self._shown = time.perf_counter()
             sys.stdout.write("\r\x1b[2K" + text[: console.width - 1])
             sys.stdout.flush()
-        else:
-            console.print(escape.console(text))
+
+    def _print_latest(self) -> None:
+        self._later = None
+        console.print(escape.console(self._latest))
 
     def _clear(self) -> None:
         if console.is_terminal:
             sys.stdout.write("\r\x1b[2K")
+
+
+class _Pace:
+    """How long the rounds and the tests of a sweep take."""
+
+    def __init__(self, done: int) -> None:
+        self._done, self._before = done, time.perf_counter()
+        self._pieces, self._rounds, self._seconds, self._test = 0, 0, 0.0, 0.0
+
+    def trained(self, done: int) -> None:
+        """The rounds up to `done` are finished."""
+        if self._pieces == 1:  # the first rounds waited for their program, and count only until there are others
+            self._rounds, self._seconds = 0, 0.0
+        self._pieces += 1
+        self._rounds += done - self._done
+        self._seconds += self._lap()
+        self._done = done
+
+    def tested(self) -> None:
+        """A test is finished."""
+        self._test = self._lap()
+
+    def left(self, rounds: int, tests: int) -> float:
+        """Seconds until so many rounds are finished, with so many tests; tests count as the last one, if there was any."""
+        return self._seconds / max(self._rounds, 1) * (rounds - self._done) + self._test * tests
+
+    def _lap(self) -> float:
+        before, self._before = self._before, time.perf_counter()
+        return self._before - before
 
 
 def table(shown: report.Table) -> None:

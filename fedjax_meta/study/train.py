@@ -157,7 +157,7 @@ def _train(
     if context.should_stop():
         raise Stopped(f"{where}: before the next round")
     done = wave.restore(on)
-    context.watcher.begin(*_where(phase), len(members), phase.rounds, done)
+    context.watcher.begin(*_where(phase), len(members), phase.rounds, done, wave.evaluated)
     wave.programs = programs
     while done < wave.until and not wave.over:
         state, records = (_with_store if phase.store != "device" else _swept)(wave, phase, members, context)
@@ -255,7 +255,7 @@ class _Wave:
         who = hashlib.blake2b(repr(self._config["members"]).encode(), digest_size=4).hexdigest()
         self._folder = context.folder / "state" / phase.scenario / f"{phase.system}.{phase.name}.{who}"
         self._compares, self.until = until is None, until or phase.rounds
-        self.evaluated = [*schedule(phase.rounds, phase.eval_every), *rungs]
+        self.evaluated = sorted({*schedule(phase.rounds, phase.eval_every), *rungs})
         self.trials = [Trial(dict(member.numbers), member.seed, [], None) for member in members]
         self.parts: list[dict[str, Json] | None] = [None] * len(members)
         self.active = [True] * len(members)

@@ -43,7 +43,7 @@ class Silent:
     def __init__(self, stop_at=None):
         self.records, self.ended, self.waited, self.stop_at = 0, [], [], stop_at
 
-    def begin(self, scenario, system, phase, members, rounds, done):
+    def begin(self, scenario, system, phase, members, rounds, done, tested):
         self.phase = (scenario, system, phase)
 
     def progress(self, done, metrics):

@@ -1,12 +1,13 @@
 """The command `fedjax-meta`."""
 
 import inspect
-import itertools
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
@@ -68,17 +70,85 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     assert code == 0 and "This report leaves out local, although the folder has their results" in " ".join(text.split())
 
 
-def test_elsewhere_than_on_a_terminal_a_long_stretch_has_a_line_each_minute(monkeypatch):
-    clock, chosen = itertools.count(), study()
-    monkeypatch.setattr(terminal.time, "perf_counter", lambda: 20.0 * next(clock))  # 20 s pass at each look
-    lines = terminal.lines(chosen, {})
-    with terminal.console.capture() as printed:
-        lines.begin("pairs", "local", "final", 2, 1000, 0)
-        for done in range(1, 9):
-            lines.progress(done, {"loss": np.full((2, 1), 1 / done)})
-    (first, *more) = printed.get().splitlines()
-    assert re.fullmatch(r"pairs, Local only, final \(2 runs\): round \d/1000, loss \d\.\d{3}, \d+ s left", first)
-    assert 1 <= len(more) <= 4
+class Sweep:
+    """A sweep that is told to the lines of a command: its clock and its alarms stand still until a test moves them."""
+
+    def __init__(self, monkeypatch, lines, *, is_terminal=False):
+        self.now, self.alarms, self.lines = 0.0, [], lines
+        self._printed = io.StringIO()
+        shown = Console(file=self._printed, force_terminal=is_terminal, width=200, color_system=None)
+        monkeypatch.setattr(terminal, "console", shown)
+        monkeypatch.setattr(terminal.sys, "stdout", self._printed)
+        monkeypatch.setattr(terminal.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(terminal.threading, "Timer", self._alarm)
+        lines.begin("pairs", "local", "tuning", 2, 1000, 0, [1, 500, 1000])
+
+    def _alarm(self, seconds, rings):
+        assert seconds == terminal.QUIET
+        self.alarms.append(types.SimpleNamespace(start=lambda: None, ring=rings, cancel=self.alarms.clear))
+        return self.alarms[-1]
+
+    def trains(self, seconds, done):
+        self.now += seconds
+        self.lines.progress(done, {"loss": np.full((2, 1), 1 / done)})
+
+    def tests(self, seconds, done):
+        self.now += seconds
+        self.lines.record(done, [None, None])
+
+    def minute(self):
+        (alarm,) = self.alarms
+        self.alarms.clear()
+        alarm.ring()
+
+    @property
+    def said(self):
+        """The lines since the last look, without the name of the sweep."""
+        found = self._printed.getvalue()
+        self._printed.seek(0)
+        self._printed.truncate()
+        return [
+            line.removeprefix("pairs, Local only, tuning (2 runs): ")
+            for line in re.split(r"[\n\r]+(?:\x1b\[2K)?", found)
+            if line
+        ]
+
+
+def test_elsewhere_than_on_a_terminal_a_quiet_minute_has_a_line_and_so_has_each_test(monkeypatch):
+    with terminal.lines(study(), {}) as lines:
+        sweep = Sweep(monkeypatch, lines)
+        assert sweep.said == []
+        sweep.minute()
+        assert sweep.said == ["compiling"]
+        sweep.trains(100, 1)
+        sweep.minute()  # the test after round 1 takes that long
+        assert sweep.said == ["round 1/1000, loss 1.000, testing, 99900 s left"]
+        sweep.tests(300, 1)
+        assert sweep.said == ["round 1/1000"]
+        for done in (5, 8, 10):
+            sweep.trains(2, done)
+        sweep.minute()
+        # 6 s for the 9 rounds since the program was there, and two more tests like the first.
+        assert sweep.said == [f"round 10/1000, loss 0.100, {6 / 9 * 990 + 600:.0f} s left"]
+        sweep.trains(330, 500)
+        sweep.tests(30, 500)
+        assert sweep.said == ["round 500/1000"] and sweep.alarms == []
+        sweep.trains(330, 999)
+        sweep.trains(1, 1000)
+    assert sweep.said == [] and sweep.alarms == []  # nothing is printed after the end
+
+
+def test_on_a_terminal_one_line_is_renewed_and_says_that_a_test_goes_on(monkeypatch):
+    with terminal.lines(study(), {}) as lines:
+        sweep = Sweep(monkeypatch, lines, is_terminal=True)
+        sweep.trains(0.01, 1)
+        assert sweep.said == ["compiling", "round 1/1000, loss 1.000, testing, 10 s left"]
+        sweep.tests(5, 1)
+        sweep.trains(1, 2)
+        sweep.trains(0.01, 3)  # too soon to be read
+        sweep.trains(1, 4)
+        assert [line.partition(",")[0] for line in sweep.said] == ["round 2/1000", "round 4/1000"]
+        assert sweep.alarms == []
 
 
 def test_long_titles_and_remarks_wrap_between_words(file, tmp_path):
