@@ -24,6 +24,7 @@ TOOLS = [
     "leaderboard",
     "mtfl_tables",
     "published_cohorts",
+    "published_samples",
     "reproduce",
     "round_costs",
 ]

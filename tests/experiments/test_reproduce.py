@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
+from fedjax_meta.data import slots
 from fedjax_meta.study import load, run
 from tests.study.common import Silent, study, tree
 
@@ -27,6 +28,7 @@ results = pytest.importorskip("experiments.reproduce.page")
 users = pytest.importorskip("experiments.reproduce.users")
 verdicts = pytest.importorskip("experiments.reproduce.verdicts")
 published_cohorts = pytest.importorskip("experiments.published_cohorts")
+published_samples = pytest.importorskip("experiments.published_samples")
 
 ROOT = Path(__file__).parents[2]
 
@@ -569,6 +571,56 @@ def test_what_is_done_is_not_run_again(folder, monkeypatch):
 def test_the_published_cohorts_are_in_the_study(name):
     study = load(name)
     assert study.federation["schedule"]["cohorts"] == published_cohorts.cohorts(study.rounds)
+
+
+def test_the_published_samples_are_dealt_in_two_passes_and_divided_as_the_logs_say():
+    """Client u holds classes u and u + 1 (mod 10): the next ten samples of each and, when all have ten, more of the others."""
+    labels = np.random.default_rng(2).permutation(np.repeat(np.arange(10), 6000))
+    held, views = published_samples.drawn(labels), published_samples.drawn(labels).views()
+    sizes = held.train_sizes + held.test_sizes
+    np.testing.assert_array_equal(sizes, slots.lognormal_classes(labels, slots.class_slots(50, 10, stride=1), seed=1).sizes)
+    np.testing.assert_array_equal(held.train_sizes, (0.75 * sizes).astype(int))
+    # Query samples by the authors' logs: `python -m experiments.published_cohorts fl-ml --dataset cifar`.
+    assert (views["query"][1] - views["query"][0])[:8].tolist() == [833, 499, 562, 895, 554, 553, 560, 512]
+    assert len(set(held.order.tolist())) == len(held.order)
+    place = np.empty(60_000, int)
+    for label in range(10):
+        place[labels == label] = np.arange(6000)
+    ends, more = np.cumsum(sizes), np.full(10, 100)
+    turns = np.zeros(10, int)
+    for user, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        mine = held.order[end - size : end]
+        train = mine[: held.train_sizes[user]]
+        assert set(labels[mine].tolist()) == {user % 10, (user + 1) % 10}
+        for label in (user % 10, (user + 1) % 10):
+            of_label = mine[labels[mine] == label]
+            ten = np.arange(10 * turns[label], 10 * turns[label] + 10)
+            others = np.arange(more[label], more[label] + len(of_label) - 10)
+            assert sorted(place[of_label].tolist()) == [*ten, *others]
+            assert abs(np.sum(labels[train] == label) - 0.75 * len(of_label)) < 1  # stratified
+            turns[label] += 1
+            more[label] += len(others)
+
+
+def test_a_file_of_samples_in_another_order_is_refused(monkeypatch, tmp_path):
+    """Builders shuffle when they write. Their ids give the order back; without ids it is lost."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    labels = np.array([*published_samples.BEGIN, 0, 1])
+    images = np.arange(12, dtype=np.uint8).reshape(12, 1, 1, 1)
+    mixed = np.random.default_rng(0).permutation(12)
+
+    def records(name, split, **_):
+        named = [{"image": images[i], "label": labels[i], "id": b"%s_%05d" % (split.encode(), i)} for i in mixed]
+        return named if with_ids else [{**one, "id": None} for one in named]
+
+    monkeypatch.setattr(tfds, "data_source", records)
+    with_ids = True
+    x, y = published_samples.in_order_of_files(tmp_path)
+    np.testing.assert_array_equal(x, np.concatenate([images, images]))
+    np.testing.assert_array_equal(y, np.concatenate([labels, labels]))
+    with_ids = False
+    with pytest.raises(ValueError, match="not in the order of its files, and have no ids"):
+        published_samples.in_order_of_files(tmp_path)
 
 
 def test_cohorts_and_sizes_are_found_from_training_accuracies():
