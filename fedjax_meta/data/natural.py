@@ -18,6 +18,9 @@ from fedjax_meta.types import PyTree
 LEAST = 5
 """Fewest samples of a natural client in a study: 3 of them train and 2 are for tests, so that each view has one."""
 
+LEAST_OF_SPLIT = 2
+"""Fewest samples of a client in a part of a given split: one adapts, or is held back, and one is left."""
+
 
 def decoded(words: Any) -> str:
     """Words, or their bytes in UTF-8, as text; bytes that are no UTF-8 as `\\xff`, so that names stay apart."""
@@ -38,13 +41,14 @@ def class_labels(y: Any, where: str) -> np.ndarray:
     return y.astype(np.int32)
 
 
-def left_out(clients: int, of: int, fewer_than: str) -> str:
-    """Says how many clients are left out; empty if none are."""
+def left_out(clients: int, of: int, samples: int, *, split: bool = False) -> str:
+    """Says how many clients are left out, with fewer samples, or too few in a part of a given split; empty if none are."""
     if not clients:
         return ""
-    one = clients == 1
+    one, parts = clients == 1, f", or than {LEAST_OF_SPLIT} in a part of their split," if split else ""
     return (
-        f"{clients} of {of} clients {'has' if one else 'have'} fewer than {fewer_than} and {'is' if one else 'are'} left out"
+        f"{clients} of {of} clients {'has' if one else 'have'} fewer than {samples} samples{parts} and "
+        f"{'is' if one else 'are'} left out"
     )
 
 
@@ -97,13 +101,12 @@ class Natural(NamedTuple):
             checks.count("most_clients", most_clients)
         enough = self.sizes >= samples
         if self.train_sizes is not None:
-            enough &= np.minimum(self.train_sizes, self.sizes - self.train_sizes) >= 2
+            enough &= np.minimum(self.train_sizes, self.sizes - self.train_sizes) >= LEAST_OF_SPLIT
         kept = np.flatnonzero(enough)[:most_clients]
         if not len(kept):
-            parts = "" if self.train_sizes is None else " and 2 in each part of its split"
+            parts = "" if self.train_sizes is None else f" and {LEAST_OF_SPLIT} in each part of its split"
             raise ValueError(f"no client of {self.name} has {samples} samples{parts}; the largest has {self.sizes.max()}")
-        fewer_than = f"{samples} samples{'' if self.train_sizes is None else ', or than 2 in a part of their split,'}"
-        out = left_out(int((~enough).sum()), len(enough), fewer_than)
+        out = left_out(int((~enough).sum()), len(enough), samples, split=self.train_sizes is not None)
         rows = runs.positions((np.cumsum(self.sizes) - self.sizes)[kept], self.sizes[kept])
         return self._replace(
             x=jax.tree.map(lambda leaf: leaf[rows], self.x),

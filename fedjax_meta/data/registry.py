@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.data import npz, partition, protocols, samples, sources, synthetic, targets
-from fedjax_meta.data.natural import LEAST, decoded, left_out
+from fedjax_meta.data.natural import LEAST, LEAST_OF_SPLIT, decoded, left_out
 from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.sources import Source
@@ -145,24 +145,27 @@ class Named(NamedTuple):
       held: which of them each client has.
       clients: N names.
       note: how many clients were left out; empty if none were.
+      tests: bool `[M]`, which samples the file says are for tests; `None` if it does not.
     """
 
     source: Source | Targets
     held: Partition
     clients: tuple[str, ...]
     note: str
+    tests: np.ndarray | None = None
 
 
 def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = LEAST) -> Named:
     """The clients that an .npz file itself names, in a third array beside x and y.
 
     Args:
-      path: of the file.
+      path: of the file. Its array `split`, where it has one, says of each sample whether it is for "train" or for "test".
       by: the array with the client of each sample.
-      min_samples: clients with fewer are left out.
+      min_samples: clients with fewer are left out; where the file has a split, so are those with one sample in a part of it.
 
     Raises:
-      ValueError: another kind of data set, no such array, arrays of different length, and whatever `partition.natural` refuses.
+      ValueError: another kind of data set, no such array, arrays of different length, another split, and whatever
+        `partition.natural` refuses.
     """
     shown = repr(os.fspath(path))
     if not os.fspath(path).endswith(".npz"):
@@ -186,11 +189,27 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
     source: Source | Targets | None = targets.read(path, arrays)
     if source is None:
         source = sources.in_order(x, y, name=Path(path).stem)
-    held, (names, sizes) = partition.natural(owner, min_samples=min_samples), np.unique(owner, return_counts=True)
-    few = sizes < min_samples
-    return Named(
-        source,
-        held,
-        tuple(map(decoded, names[~few])),
-        left_out(int(few.sum()), len(names), f"{min_samples} samples"),
-    )
+    tests = _tests(arrays["split"], len(owner), shown) if "split" in arrays else None
+    held = partition.natural(owner, min_samples=min_samples)
+    names, client, sizes = np.unique(owner, return_inverse=True, return_counts=True)
+    kept = sizes >= min_samples
+    if tests is not None:
+        many = np.bincount(client, tests)
+        kept &= np.minimum(many, sizes - many) >= LEAST_OF_SPLIT
+        if not kept.any():
+            raise ValueError(f"no client of {shown} has {min_samples} samples and {LEAST_OF_SPLIT} in each part of its split")
+        held = Partition(held.order[kept[client[held.order]]], sizes[kept])
+    out = left_out(int((~kept).sum()), len(names), min_samples, split=tests is not None)
+    return Named(source, held, tuple(map(decoded, names[kept])), out, tests)
+
+
+def _tests(split: np.ndarray, samples: int, shown: str) -> np.ndarray:
+    """Whether each sample is for tests, bool `[samples]`."""
+    if split.shape != (samples,):
+        raise ValueError(f"split has shape {list(split.shape)} in {shown}, but there are {samples} samples")
+    words = {decoded(word) for word in np.unique(split).tolist()} if split.dtype.kind in "SU" else set[str]()
+    odd = sorted(words - {"train", "test"})
+    if odd or not words:
+        found = f"holds {odd[0]!r}" if odd else f"is {split.dtype}"
+        raise ValueError(f'split in {shown} must say "train" or "test" of each sample, but it {found}')
+    return split == split.dtype.type("test" if split.dtype.kind == "U" else b"test")

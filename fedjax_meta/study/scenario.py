@@ -24,6 +24,7 @@ from fedjax_meta.data import (
     train_test_views,
     transforms,
 )
+from fedjax_meta.data.builders import Bounds, nested_views
 from fedjax_meta.data.natural import LEAST
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
 from fedjax_meta.data.protocols import Protocol
@@ -266,8 +267,8 @@ class Scenario:
             raise ValueError(
                 f"{self.dataset} holds tokens, for which there is no default model: take one, e.g. model char_lstm"
             )
-        if source.train_sizes is not None and self.test != Scenario.test:
-            raise ValueError(f"test={self.test}, but {self.dataset} has test samples of its own: leave test out")
+        if source.train_sizes is not None:
+            self._check_own_split()
         data = source.federated(test=self.test, support=self.support, seed=self.seed)
         train, new = holdout.new_clients(data, 0.2 if self.new is None else self.new, support=self.support, seed=self.seed)
         title = f"{source.name}, {len(source.sizes)} natural clients"
@@ -298,10 +299,11 @@ class Scenario:
 
     def _of_partition(self, data_dir: str | None) -> tuple[Protocol, ClientData | None]:
         """The clients, and the samples of the server."""
+        tests = None
         if self.rule == "natural":
             source: sources.Source | targets.Targets
             names: tuple[str, ...]
-            source, held, names, out = natural(self.dataset, **self.options)
+            source, held, names, out, tests = natural(self.dataset, **self.options)
             x, y = source.pooled()
             own, notes = np.zeros(0, int), [source.note, out]
             if self.clients is not None:
@@ -321,25 +323,37 @@ class Scenario:
             held = PARTITIONS[self.rule](labels[rest], count, **{"seed": self.seed, **self.options})
             held = held._replace(order=rest[held.order])
         order, sizes = held.shuffled(self.seed)
-        self._check_sizes(sizes, names)
-
-        def cut(order: np.ndarray, sizes: np.ndarray) -> FederatedData:
+        if tests is None:
             views = train_test_views(sizes, train=1 - self.test, support=self.support)
-            return from_partition(x, y, order, sizes, num_classes=source.num_classes, views=views)
-
-        data = cut(order, sizes)
+        else:
+            self._check_own_split()
+            order = order[np.lexsort((tests[order], held.owner()))]  # each client's tests last
+            of_tests = np.add.reduceat(tests[order].astype(np.int64), np.cumsum(sizes) - sizes)
+            views = nested_views(sizes - of_tests, of_tests, support=self.support)
+        self._check_sizes(sizes, views, names)
+        data = from_partition(x, y, order, sizes, num_classes=source.num_classes, views=views)
         share = 0.2 if self.new is None else self.new
         train, new = holdout.new_clients(data, share, support=self.support, seed=self.seed)
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
         title = f"{self.rule}{f' ({options})' if options else ''} on {source.name}, {len(sizes)} clients"
-        server = cut(own, np.array([self.server])).client(0) if self.server else None
+        server = self._of_server(x, y, own, source.num_classes) if self.server else None
         kind = source.kind if isinstance(source, targets.Targets) else ""
         note, called = "; ".join(filter(None, notes)), self._names(names)
         return Protocol(train, new, title, note, targets=kind, names=called, support=self.support), server
 
-    def _check_sizes(self, sizes: np.ndarray, names: tuple[str, ...]) -> None:
-        """Refuses a client of whom a view would be empty, by its name where it has one."""
+    def _of_server(self, x: np.ndarray, y: np.ndarray, order: np.ndarray, classes: int) -> ClientData:
+        """The server's samples, with the views of a client."""
+        sizes = np.array([self.server])
         views = train_test_views(sizes, train=1 - self.test, support=self.support)
+        return from_partition(x, y, order, sizes, num_classes=classes, views=views).client(0)
+
+    def _check_own_split(self) -> None:
+        """Refuses a share of tests where the data set says itself which samples are tests."""
+        if self.test != Scenario.test:
+            raise ValueError(f"test={self.test}, but {self.dataset} has test samples of its own: leave test out")
+
+    def _check_sizes(self, sizes: np.ndarray, views: Mapping[str, Bounds], names: tuple[str, ...]) -> None:
+        """Refuses a client of whom a view would be empty, by its name where it has one."""
         short = (sizes < 4) | np.any([stop <= first for first, stop in views.values()], axis=0)
         if short.any():
             client = int(np.argmax(short))

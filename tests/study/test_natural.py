@@ -268,6 +268,55 @@ def test_natural_clients_keep_their_names(tmp_path):
         of_run(tmp_path / "out", "fedper", client="site")
 
 
+def with_split(folder, split, **changes):
+    """A scenario of 10 sites with 20 samples each, whose inputs are their numbers, and its file's own split."""
+    path = folder / "own.npz"
+    np.savez(path, x=np.arange(200.0)[:, None], y=np.arange(200) % 2, client=np.arange(200) % 10, split=split)
+    return Scenario(**{"dataset": str(path), "partition": "natural", "model": "mlp", **changes})
+
+
+@pytest.mark.parametrize("kind", ["U", "S"])
+def test_a_split_of_the_file_is_kept(kind, tmp_path):
+    tests = np.random.default_rng(0).random(200) < 0.4
+    tests[np.arange(200) % 10 == 3] = np.arange(20) < 1  # site 3 has one test
+    clients = with_split(tmp_path, np.where(tests, "test", "train").astype(kind), new=0.0).build()
+    assert "1 of 10 clients has fewer than 5 samples, or than 2 in a part of their split, and is left out" in clients.note
+    assert clients.names[0] == tuple(str(site) for site in range(10) if site != 3)
+    for data in (clients.train, clients.tuning):
+        for i, site in enumerate(map(int, clients.names[0])):
+            mine = np.arange(200)[np.arange(200) % 10 == site]
+            views = {
+                name: sorted(np.asarray(data.x[data.start[name][i] :][: data.size[name][i], 0]).tolist()) for name in data.size
+            }
+            of_train, of_tests = mine[~tests[mine]].tolist(), mine[tests[mine]].tolist()
+            if data is clients.train:
+                assert (views["train"], views["test"]) == (of_train, of_tests)
+                assert sorted(views["test_support"] + views["test_query"]) == of_tests
+            else:
+                # Validation holds back samples of the training part alone.
+                assert sorted(views["train"] + views["test"]) == of_train
+            assert sorted(views["support"] + views["query"]) == views["train"]
+
+
+@pytest.mark.parametrize(
+    ("split", "changes", "message"),
+    [
+        (np.repeat(["train", "test"], 100), {"test": 0.5}, "own.npz has test samples of its own: leave test out"),
+        (
+            np.repeat(["train", "valid"], 100),
+            {},
+            'split in .* must say "train" or "test" of each sample, but it holds \'valid\'',
+        ),
+        (np.repeat([0, 1], 100), {}, 'must say "train" or "test" of each sample, but it is int64'),
+        (np.repeat(["train", "test"], 50), {}, r"split has shape \[100\] in .*, but there are 200 samples"),
+        (np.repeat(["train"], 200), {}, "no client of .* has 5 samples and 2 in each part of its split"),
+    ],
+)
+def test_another_split_is_refused(split, changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        with_split(tmp_path, split, **changes).build()
+
+
 @pytest.mark.parametrize("what", ["inputs", "targets"])
 def test_the_client_of_a_sample_that_is_not_finite_is_named(what, tmp_path):
     x = np.zeros((40, 3))
