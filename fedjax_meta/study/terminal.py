@@ -155,8 +155,8 @@ class _Lines(runs.Watcher):
         loss = f", loss {np.mean(metrics['loss'][:, -1]):.3f}" if "loss" in metrics else ""
         tests = done in self._tested
         left = self._pace.left(self._rounds, sum(number >= done for number in self._tested))
-        now = ", testing" if tests else ""
-        self._say(f"{self._what}: round {done}/{self._rounds}{loss}{now}, {left:.0f} s left{self._spent}", at_once=tests)
+        now = f"{', testing' if tests else ''}{'' if left is None else f', {_in_words(left)} left'}"
+        self._say(f"{self._what}: round {done}/{self._rounds}{loss}{now}{self._spent}", at_once=tests)
 
     def record(self, done: int, records: Sequence[Record]) -> None:
         self._pace.tested()
@@ -219,24 +219,31 @@ class _Pace:
 
     def trained(self, done: int) -> None:
         """The rounds up to `done` are finished."""
-        if self._pieces == 1:  # the first rounds waited for their program, and count only until there are others
-            self._rounds, self._seconds = 0, 0.0
+        seconds = self._lap()
+        if self._pieces:  # the first rounds waited for their program
+            self._rounds += done - self._done
+            self._seconds += seconds
         self._pieces += 1
-        self._rounds += done - self._done
-        self._seconds += self._lap()
         self._done = done
 
     def tested(self) -> None:
         """A test is finished."""
         self._test = self._lap()
 
-    def left(self, rounds: int, tests: int) -> float:
-        """Seconds until so many rounds are finished, with so many tests; tests count as the last one, if there was any."""
-        return self._seconds / max(self._rounds, 1) * (rounds - self._done) + self._test * tests
+    def left(self, rounds: int, tests: int) -> float | None:
+        """Seconds until so many rounds are finished, with so many tests that take as long as the last; `None` if unknown."""
+        return self._seconds / self._rounds * (rounds - self._done) + self._test * tests if self._rounds else None
 
     def _lap(self) -> float:
         before, self._before = self._before, time.perf_counter()
         return self._before - before
+
+
+def _in_words(seconds: float) -> str:
+    """A time as precise as an estimate of it can be."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def table(shown: report.Table) -> None:

@@ -122,14 +122,14 @@ def test_elsewhere_than_on_a_terminal_a_quiet_minute_has_a_line_and_so_has_each_
         assert sweep.said == ["compiling"]
         sweep.trains(100, 1)
         sweep.minute()  # the test after round 1 takes that long
-        assert sweep.said == ["round 1/1000, loss 1.000, testing, 99900 s left"]
+        assert sweep.said == ["round 1/1000, loss 1.000, testing"]
         sweep.tests(300, 1)
         assert sweep.said == ["round 1/1000"]
         for done in (5, 8, 10):
             sweep.trains(2, done)
         sweep.minute()
-        # 6 s for the 9 rounds since the program was there, and two more tests like the first.
-        assert sweep.said == [f"round 10/1000, loss 0.100, {6 / 9 * 990 + 600:.0f} s left"]
+        # 6 s for the 9 rounds since the program was there, which makes 660 s for 990, and two more tests like the first.
+        assert sweep.said == ["round 10/1000, loss 0.100, 21 min left"]
         sweep.trains(330, 500)
         sweep.tests(30, 500)
         assert sweep.said == ["round 500/1000"] and sweep.alarms == []
@@ -142,7 +142,7 @@ def test_on_a_terminal_one_line_is_renewed_and_says_that_a_test_goes_on(monkeypa
     with terminal.lines(study(), {}) as lines:
         sweep = Sweep(monkeypatch, lines, is_terminal=True)
         sweep.trains(0.01, 1)
-        assert sweep.said == ["compiling", "round 1/1000, loss 1.000, testing, 10 s left"]
+        assert sweep.said == ["compiling", "round 1/1000, loss 1.000, testing"]
         sweep.tests(5, 1)
         sweep.trains(1, 2)
         sweep.trains(0.01, 3)  # too soon to be read
