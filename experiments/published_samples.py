@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from fedjax_meta import report, runtime
-from fedjax_meta.data import from_partition, pixel_scaling, slots
+from fedjax_meta.data import from_partition, pixel_scaling, slots, sources
 from fedjax_meta.process import command_line, console, one_line_errors
 from fedjax_meta.study import load, results, run, terminal
 from fedjax_meta.study.scenario import Clients, fingerprint
@@ -82,7 +82,6 @@ def drawn(labels: np.ndarray) -> Held:
         if taken[label] + more < len(of_class[label]):
             held[user] += of_class[label][taken[label] : taken[label] + more].tolist()
             taken[label] += more
-    # The labels of the authors' clients stand class by class, as the samples do.
     parts = [train_test_split(np.array(mine), train_size=0.75, stratify=labels[mine], random_state=generator) for mine in held]
     shuffle = random.Random(42)
     mixed = [[_shuffled(part, shuffle) for part in kind] for kind in zip(*parts, strict=True)]
@@ -140,13 +139,13 @@ def with_published_samples(clients: Clients, x: np.ndarray, y: np.ndarray) -> Cl
 
 @app.command()
 def main(
-    data_dir: Annotated[Path, typer.Option(help="Folder of tensorflow-datasets with cifar10.")],
     out: Annotated[Path, typer.Option(help="Folder of the run. The same command continues it.")] = Path(
         "runs/published_samples"
     ),
     systems: Annotated[str, typer.Option(help="Systems of the study, separated by commas.")] = "fedmeta_per",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "1,2,3",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the published runs have 600.")] = 600,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of prepared data sets of tensorflow-datasets.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Trains on the very clients of the published runs on CIFAR-10, and compares with the published scores.
@@ -172,8 +171,8 @@ def main(
             scenarios={"pairs": whole.scenarios["pairs"]},
             published=[row for row in whole.published if row.system in some and row.clients == KNOWN],
         )
-        built = study.scenarios["pairs"].build(str(data_dir))
-        clients = {"pairs": with_published_samples(built, *in_order_of_files(data_dir))}
+        built = study.scenarios["pairs"].build(data_dir)
+        clients = {"pairs": with_published_samples(built, *in_order_of_files(sources.data_folder(data_dir)))}
         with terminal.lines(study, clients) as shown:
             outcomes = run.run(study, out, watcher=shown, clients=clients, command=command_line(out))
         console.print(
