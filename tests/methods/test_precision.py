@@ -34,8 +34,10 @@ def halved(task, dtype):
     )
 
 
-# Both half types follow the same rules of promotion. Tests run in JAX's 64-bit mode, so that float32 is a lower precision.
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, pytest.param(jnp.float16, marks=pytest.mark.long)])
+# All lower types follow the same rules of promotion. Tests run in JAX's 64-bit mode, so that float32 is one, too.
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, *(pytest.param(one, marks=pytest.mark.long) for one in (jnp.float16, jnp.float32))]
+)
 @pytest.mark.parametrize("name", problems.sampled())
 def test_a_method_keeps_the_types_of_a_model_in_lower_precision(name, dtype):
     task = halved(problems.task_of(name), dtype)
