@@ -152,8 +152,9 @@ def main(
 
     `python -m experiments.published_samples --data-dir DIR`
 
-    `python -m experiments.published_cohorts fl-ml --dataset cifar --run runs/published_samples` compares its losses with the
-    authors' logs.
+    `python -m experiments.published_samples --data-dir DIR --systems fedmeta_per_metasgd --seeds 1 --out runs/metasgd`
+
+    The option `--run` of `experiments.published_cohorts` compares the losses of the run with the authors' logs.
     """
     with one_line_errors(debug):
         runtime.use_all_cores()

@@ -240,8 +240,12 @@ def page_arrays():
 
 
 def own_modules():
-    """By module, the code of the method and the model that the pages call their reader's own."""
-    pages = {"my_methods": ("new_method", "def fading("), "my_models": ("studies", "def small(")}
+    """By module, the code that the pages call their reader's own."""
+    pages = {
+        "my_methods": ("new_method", "def fading("),
+        "my_models": ("studies", "def small("),
+        "my_partitions": ("studies", "def odd_and_even("),
+    }
     return {
         name: next(block[2] for block in FENCED.finditer(PAGES[page]) if block[1] == "python" and code in block[2])
         for name, (page, code) in pages.items()

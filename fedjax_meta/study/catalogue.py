@@ -82,7 +82,8 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
 
     Args:
       what: "methods", "partitions", ...
-      name: of one of them; a part by its own name stands for all that have it. Methods and models of one's own: "module:name".
+      name: of one of them; a part by its own name stands for all that have it. A method, model or partition of one's own:
+        "module:name".
       width: of the longest line.
 
     Raises:
@@ -95,8 +96,9 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
     if what not in FUNCTIONS:
         raise ValueError(f"{what} have no options to list; {', '.join(FUNCTIONS)} have")
     known = FUNCTIONS[what]
-    if lookup.is_own(name) and what in ("methods", "models"):
-        known = {name: (lookup.method if what == "methods" else lookup.model)(name)}
+    own: dict[str, Callable[[str], Any]] = {"methods": lookup.method, "models": lookup.model, "partitions": lookup.partition}
+    if lookup.is_own(name) and what in own:
+        known = {name: own[what](name)}
     found = [key for key in known if name in (key, key.rpartition(": ")[2])]
     if not found:
         checks.one_of(what.removesuffix("s"), name, known)

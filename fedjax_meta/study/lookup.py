@@ -1,4 +1,4 @@
-"""The methods and models that a study names: those of the package by name, a user's own by where they are, "module:name"."""
+"""The methods, models and partitions that a study names: the package's by name, a user's own by where they are, "module:name"."""
 
 import inspect
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 from fedjax_meta import checks
 from fedjax_meta.builders import is_builder
 from fedjax_meta.contract import Method
+from fedjax_meta.data.registry import PAPERS, PARTITIONS, natural
 from fedjax_meta.imports import imported
 from fedjax_meta.methods import METHODS
 from fedjax_meta.models import MODELS
@@ -58,6 +59,23 @@ def model(name: str, what: str = "model") -> Callable[..., Task]:
             f"{what} {name} must take classes and one of {', '.join(FORMS)}, or vocabulary and length, but it takes "
             f"{', '.join(inspect.signature(found).parameters) or 'nothing'}"
         )
+    return found
+
+
+def partition(name: str, what: str = "partition") -> Callable[..., Any]:
+    """The rule of a partition; arguments and errors as in `method`.
+
+    One of a user's own is a function as those of `PARTITIONS` are: `(labels, num_clients, *, seed, ...) -> Partition`.
+    """
+    if not is_own(name):
+        rules: dict[str, Callable[..., Any]] = {**PARTITIONS, "natural": natural, **PAPERS}
+        checks.one_of(what, name, [*rules, _OWN])
+        return rules[name]
+    found = imported(what, name)
+    takes = inspect.signature(found).parameters.values() if callable(found) else ()
+    options = {one.name for one in takes if one.kind is one.KEYWORD_ONLY}
+    if len(takes) != len(options) + 2 or "seed" not in options:
+        raise ValueError(f"{what} {name} must be a function (labels, num_clients, *, seed, ...), not {checks.shown(found)}")
     return found
 
 

@@ -53,6 +53,8 @@ def digests(method: str, place: Scenario | None = None, root: Path | None = None
     files = _files(lookup.method(method))
     if place is not None and lookup.is_own(place.model):
         files += _files(lookup.model(place.model))
+    if place is not None and lookup.is_own(place.rule):
+        files += _files(lookup.partition(place.rule))
     return dict(_digests(tuple(dict.fromkeys(files)), used, root or ROOT))
 
 

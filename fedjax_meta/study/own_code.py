@@ -1,4 +1,4 @@
-"""The code of a user's own that a study names, methods, models and metrics as "module:name": the files that it is from."""
+"""The code of a user's own that a study names as "module:name", e.g. methods and metrics: the files that it is from."""
 
 import hashlib
 import sys
@@ -13,7 +13,7 @@ from fedjax_meta.study.study import Study
 def digests(study: Study) -> dict[str, str]:
     """A digest of the code of everything that a study names of a user's own, by name; docstrings and comments do not count."""
     places = [system.method for system in study.systems.values()]
-    places += [scenario.model for scenario in study.scenarios.values() if scenario.model]
+    places += [place for scenario in study.scenarios.values() for place in (scenario.model, scenario.partition) if place]
     return {name: _digest(name) for name in dict.fromkeys([*places, *study.metrics]) if lookup.is_own(name)}
 
 

@@ -27,6 +27,7 @@ from fedjax_meta.data import (
 from fedjax_meta.data.builders import Bounds, nested_views
 from fedjax_meta.data.natural import LEAST
 from fedjax_meta.data.natural_sets import NATURAL, check_options, load_natural
+from fedjax_meta.data.partition import Partition
 from fedjax_meta.data.protocols import Protocol
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS, natural
 from fedjax_meta.study import lookup
@@ -125,8 +126,8 @@ class Scenario:
       dataset: name for `data.sources.load`, the path of an .npz file (with real targets or several labels too, see
         `data.targets.read`), or a name in `natural_sets.NATURAL`, whose clients are given, or in `GENERATED`, whose clients are
         generated.
-      partition: name in `PARTITIONS`, "natural" (the clients of `NATURAL`, or those that an .npz names), or a paper's protocol in
-        `PAPERS`; not for generated clients.
+      partition: name in `PARTITIONS`, "natural" (the clients of `NATURAL`, or those that an .npz names), a paper's protocol in
+        `PAPERS`, or "module:name" of a function of your own, see `lookup.partition`; not for generated clients.
       options: of the partition, of the natural clients, or of the generator.
       clients: N, new ones included; the paper's number when not given for a paper's protocol, all for natural clients.
       model: name in `models.MODELS`, or "module:name" of a function of your own, see `lookup.model`; by default the LeNet for
@@ -182,9 +183,7 @@ class Scenario:
                 raise ValueError(f"the clients of {self.dataset} are given: partition={self.partition!r} must be 'natural'")
             check_options(self.dataset, self.options)
         else:
-            rules: dict[str, Callable[..., Any]] = {**PARTITIONS, "natural": natural, **PAPERS}
-            checks.one_of("partition", self.rule, rules)
-            _check_options(f"partition {self.rule}", rules[self.rule], self.options)
+            _check_options(f"partition {self.rule}", lookup.partition(self.rule), self.options)
         if self.model is not None:
             _check_options(f"model {self.model}", lookup.model(self.model), self.model_options)
         elif self.model_options:
@@ -203,7 +202,8 @@ class Scenario:
             checks.share("new", self.new)
         checks.count("seed", self.seed, least=0)
         checks.count("server", self.server, least=0)
-        if self.server and (self.dataset in GENERATED or self.dataset in NATURAL or self.rule not in PARTITIONS):
+        given = self.dataset in GENERATED or self.dataset in NATURAL
+        if self.server and (given or not (self.rule in PARTITIONS or lookup.is_own(self.rule))):
             raise ValueError(f"server={self.server} needs one of the partitions {', '.join(PARTITIONS)}")
         if self.dataset in GENERATED or (self.dataset not in NATURAL and self.rule in PAPERS):
             cut = self.dataset if self.dataset in GENERATED else self.rule
@@ -319,8 +319,7 @@ class Scenario:
             notes = [source.note]
             count = 20 if self.clients is None else self.clients
             own, rest = self._server_first(len(y))
-            labels = y if y.ndim == 1 else np.zeros(len(y), int)
-            held = PARTITIONS[self.rule](labels[rest], count, **{"seed": self.seed, **self.options})
+            held = self._divided(y[rest], count)
             held = held._replace(order=rest[held.order])
         order, sizes = held.shuffled(self.seed)
         if tests is None:
@@ -340,6 +339,31 @@ class Scenario:
         kind = source.kind if isinstance(source, targets.Targets) else ""
         note, called = "; ".join(filter(None, notes)), self._names(names)
         return Protocol(train, new, title, note, targets=kind, names=called, support=self.support), server
+
+    def _divided(self, y: np.ndarray, count: int) -> Partition:
+        """The samples of `count` clients, by a rule of the package or of a user's own."""
+        rule = lookup.partition(self.rule)
+        if not lookup.is_own(self.rule):
+            return rule(y if y.ndim == 1 else np.zeros(len(y), int), count, **{"seed": self.seed, **self.options})
+        what = f"partition {self.rule}"
+        try:
+            found = rule(y, count, **{"seed": self.seed, **self.options})
+        except Exception as error:
+            if imports.place_of(error) is None:
+                raise
+            raise ValueError(f"{what}: {imports.said(error)}") from error
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(f"{what} must return (order, sizes), e.g. a Partition, not {checks.shown(found)}")
+        order, sizes = (
+            checks.numeric(f"{name} of {what}", found[i], integers=True) for i, name in enumerate(Partition._fields)
+        )
+        checks.indices(f"order of {what}", order, len(y))
+        if order.ndim != 1 or sizes.shape != (count,) or (sizes < 0).any() or sizes.sum() != len(order):
+            raise ValueError(
+                f"{what} must return order [S], and sizes [{count}] with the sum S, not {list(order.shape)} and "
+                f"{list(sizes.shape)} with the sum {sizes.sum()}"
+            )
+        return Partition(order.astype(np.int64), sizes.astype(np.int64))
 
     def _of_server(self, x: np.ndarray, y: np.ndarray, order: np.ndarray, classes: int) -> ClientData:
         """The server's samples, with the views of a client."""
@@ -369,7 +393,7 @@ class Scenario:
         other = targets.read(self.dataset) if self.dataset.endswith(".npz") else None
         if other is None:
             return sources.load(self.dataset, data_dir=data_dir)
-        if self.rule not in targets.FREE_OF_CLASSES:
+        if self.rule not in targets.FREE_OF_CLASSES and not lookup.is_own(self.rule):
             raise ValueError(
                 f"partition {self.rule} divides samples by their class, but {self.dataset} has {other.note}: take one of "
                 f"{', '.join(targets.FREE_OF_CLASSES)}"

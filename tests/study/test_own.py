@@ -1,4 +1,4 @@
-"""Methods and models of a user's own, which a study names as "module:name"."""
+"""Methods, models and partitions of a user's own, which a study names as "module:name"."""
 
 import dataclasses
 import importlib
@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedjax_meta import imports, loggers, measures
@@ -20,7 +21,8 @@ typer_testing = pytest.importorskip("typer.testing", reason="the command line ne
 cli = pytest.importorskip("fedjax_meta.cli", reason="the command line needs typer, rich and matplotlib")
 
 RUN = ["run", "--systems", "my_methods:fading(lr=0.1), fedper(lr=0.1)", "--dataset", "digits", "--clients", "6"]
-RUN += ["--model", "my_models:small(width=4)", "--out", "run"]
+RUN += ["--model", "my_models:small(width=4)", "--partition", "my_partitions:odd_and_even(mixed=0.5)", "--out", "run"]
+CUT = ["--systems", "fedavg", "--dataset", "digits", "--partition"]
 METHOD = """import jax.numpy as jnp
 import fedjax_meta as fm
 from fedjax_meta import masks
@@ -55,6 +57,25 @@ BROKEN = {
     "unreadable": "def (\n",
     "needs": "import no_such_package\n",
     "other": "import fedjax_meta as fm\n\n\ndef narrow(x):\n    return x\n\n\ndef nothing(inputs, classes):\n    return 1\n",
+    "cuts": """import numpy as np
+
+
+def cut(labels, num_clients, *, seed, returns):
+    order, sizes = np.arange(num_clients), np.ones(num_clients, int)
+    found = {
+        "one": order, "far": (order + len(labels) - 1, sizes), "many": (order, sizes + 1), "few": (order[1:], sizes[1:]),
+        "floats": (order / 2, sizes), "below": (order - 1, sizes),
+    }
+    return found[returns]
+
+
+def without_seed(labels, num_clients):
+    return 1
+
+
+def positional(labels, num_clients, seed):
+    return 1
+""",
 }
 
 
@@ -180,6 +201,34 @@ def test_digests_are_of_the_files_of_the_method_and_of_the_model():
     assert before[0] != after[0] and before[1] == after[1]
 
 
+def test_a_partition_of_ones_own_divides_the_samples_and_belongs_to_the_digests():
+    place = Scenario(dataset="digits", partition="my_partitions:odd_and_even", clients=6, new=0.0, server=100)
+    clients = place.build()
+    held = np.asarray(clients.train.sizes("train")) + np.asarray(clients.train.sizes("test"))
+    assert held.sum() == 1797 - 100 and len(held) == 6
+    for i in range(6):
+        labels = np.asarray(clients.train.y[clients.train.start["train"][i] :][: held[i]])
+        assert set((labels % 2).tolist()) == {i % 2}
+    other = dataclasses.replace(place, seed=2).build()
+    assert clients.fingerprint == place.build().fingerprint != other.fingerprint
+    before = made.digests("fedavg", place)["method"]
+    Path("my_partitions.py").write_text(own_modules()["my_partitions"].replace("0.0", "0.1"), encoding="utf-8")
+    forget()
+    assert made.digests("fedavg", place)["method"] != before
+
+
+def test_a_partition_of_ones_own_gets_targets_as_they_are():
+    np.savez("prices.npz", x=np.zeros((60, 2)), y=np.linspace(-1, 1, 60))
+    Path("dear.py").write_text(
+        "import numpy as np\n\n\ndef dear(targets, num_clients, *, seed):\n"
+        "    order = np.argsort(targets.ravel())\n    return order, [len(order) // num_clients] * num_clients\n"
+    )
+    clients = Scenario(dataset="prices.npz", partition="dear:dear", clients=3, new=0.0, model="mlp").build()
+    starts = np.asarray(clients.train.start["train"])
+    lowest = [float(np.min(clients.train.y[start : start + 20])) for start in starts]
+    assert np.allclose(lowest, np.linspace(-1, 1, 60)[[0, 20, 40]])
+
+
 def test_files_that_the_code_imports_from_its_folder_count():
     text = "import helper, json\nfrom fedjax_meta import measures\n\n"
     text += "score = measures.mean('score', lambda outputs, y: outputs[:, 0])\n"
@@ -212,6 +261,26 @@ def test_files_that_the_code_imports_from_its_folder_count():
         (["--systems", "fedavg", "--model", "my_models:fm"], "model my_models:fm must be a function that returns a Task"),
         (["--systems", "fedavg", "--model", "other:narrow"], "must take classes and one of inputs, image, window, or"),
         (["--systems", "fedavg", "--dataset", "digits", "--model", "other:nothing"], "other:nothing must return a Task"),
+        ([*CUT, "my_partitions:odd_and_evn"], "has no attribute 'odd_and_evn' (did you mean 'odd_and_even'?)"),
+        ([*CUT, "my_partitions:odd_and_even(mixt=1)"], "takes no 'mixt' (did you mean 'mixed'?)"),
+        (
+            [*CUT, "cuts:without_seed"],
+            "cuts:without_seed must be a function (labels, num_clients, *, seed, ...), not <function",
+        ),
+        ([*CUT, "cuts:positional"], "cuts:positional must be a function (labels, num_clients, *, seed, ...), not <function"),
+        ([*CUT, "cuts:np"], "cuts:np must be a function (labels, num_clients, *, seed, ...), not <module"),
+        ([*CUT, "cuts:cut(returns=one)"], "cuts:cut must return (order, sizes), e.g. a Partition, not [ 0 1 2 3"),
+        ([*CUT, "cuts:cut(returns=far)"], "must be integers in [0, 1797)"),
+        ([*CUT, "cuts:cut(returns=below)"], "must be integers in [0, 1797)"),
+        ([*CUT, "cuts:cut(returns=floats)"], "order of partition cuts:cut"),
+        (
+            [*CUT, "cuts:cut(returns=many)"],
+            "sizes [20] with the sum S, not [20] and [20] with the sum 40",
+        ),
+        (
+            [*CUT, "cuts:cut(returns=few)"],
+            "sizes [20] with the sum S, not [19] and [19] with the sum 19",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words, message):
@@ -231,6 +300,7 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
         (["--systems", "adapts:wrong"], "clients, wrong: KeyError: 'adapts'", "adapts.py, line 15"),
         (["--systems", "fails:x"], "--systems fails:x: importing fails raises ZeroDivisionError", "fails.py, line 1"),
         (["--systems", "fedavg", "--model", "fragile:small"], "model fragile:small: KeyError: 'oops'", "fragile.py, line 2"),
+        ([*CUT[:2], "--partition", "cuts:cut(returns=oops)"], "partition cuts:cut: KeyError: 'oops'", "cuts.py, line 10"),
     ],
 )
 def test_an_error_in_own_code_names_what_it_is_of_and_its_line(words, message, place):
