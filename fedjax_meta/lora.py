@@ -107,6 +107,25 @@ def lora(
     )
 
 
+def merged(task: Task, variables: Variables) -> Variables:
+    """The base task's variables in which adapters are added to their matrices, e.g. to export a client's model.
+
+    Args:
+      task: as `lora` returned it.
+      variables: of this task, e.g. the `model` of a state, or what `personalize` returns. May be traced.
+
+    Raises:
+      ValueError: another task, variables of another form.
+    """
+    adapters = getattr(task.init, "__self__", None)
+    if not isinstance(adapters, _Adapters):
+        raise ValueError("task must be one that lora.lora returned")
+    odd = checks.mismatch(jax.eval_shape(lambda: variables), masks.variables_shape(task))
+    if odd is not None:
+        raise ValueError(f"variables must have the form of the task's, but {odd}")
+    return adapters.merged(variables)
+
+
 class _Adapters:
     """The adapters of one base model; `whole` and `chosen` are masks over its leaves."""
 

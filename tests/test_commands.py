@@ -113,6 +113,7 @@ ROWS = (
         "--hours 0",
     ),
     Row(r"python -m experiments\.published_cohorts", "--rounds 2"),
+    Row(r"python -m experiments\.published_samples .*", "--rounds 1 --seeds 1", "cifar10"),
     Row(r"make docs", 'ARGS="-d site"'),
     Row(r"make mutation ARGS=.*", 'ARGS="--sample 2 --list --files fedjax_meta/local.py"'),
     # Studies.

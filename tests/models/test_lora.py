@@ -53,6 +53,27 @@ def test_an_adapted_matrix_is_the_base_and_a_scaled_product(inputs):
     np.testing.assert_allclose(task.predict(variables, x), TASK.predict(full, x), atol=1e-12)
 
 
+def test_merged_variables_are_those_of_the_base_task():
+    """The base task predicts with them what the adapted one does; buffers and leaves that train whole come along."""
+    base_task = problems.normed_task()
+    base = base_task.init(jax.random.key(7))
+    task = lora.lora(base_task, base, rank=1, targets="path:fc1/kernel", train="head", inputs="first")
+    variables = jax.tree.map(lambda leaf: leaf + 0.3, task.init(jax.random.key(1)))
+    found = lora.merged(task, variables)
+    x = np.random.default_rng(0).normal(size=(4, 5))
+    np.testing.assert_allclose(base_task.predict(found, x), task.predict(variables, x), rtol=0, atol=1e-14)
+    product = variables["adapters"]["params"]["fc1"]["kernel"]
+    expected = base["params"]["fc1"]["kernel"] + (product["lora_B"] @ product["lora_A"]).T
+    np.testing.assert_allclose(found["params"]["fc1"]["kernel"], expected, rtol=0, atol=1e-14)
+    assert np.all(found["params"]["head"]["bias"] == base["params"]["head"]["bias"] + 0.3)
+    for given, kept, message in (
+        (base_task, base, "task must be one that lora.lora returned"),
+        (task, base, "variables must have the form of the task's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lora.merged(given, kept)
+
+
 def test_gradients_are_those_of_the_product_by_the_chain_rule():
     task, given = adapted(), batch()
     variables = randomised(task)
