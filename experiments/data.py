@@ -61,9 +61,9 @@ def natural(dataset: str, **options: Any) -> Protocol:
       ValueError: an option of another partition, and whatever `registry.natural` refuses.
     """
     given = _given("partition 'natural'", {"clients": options.pop("num_clients"), **options}, registry.natural)
-    source, held, _, note = registry.natural(dataset, **given)
-    title = f"natural, by {given.get('by', 'client')}, on {source.name}"
-    return Protocol(from_partition(*source.pooled(), *held, num_classes=source.num_classes), None, title, note)
+    named = registry.natural(dataset, **given)
+    source, title = named.source, f"natural, by {given.get('by', 'client')}, on {named.source.name}"
+    return Protocol(from_partition(*source.pooled(), *named.held, num_classes=source.num_classes), None, title, named.note)
 
 
 def _given(what: str, options: Mapping[str, Any], rule: Callable[..., Any]) -> dict[str, Any]:
