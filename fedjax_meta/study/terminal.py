@@ -206,6 +206,7 @@ class _Lines(runs.Watcher):
         console.print(escape.console(self._latest))
 
     def _clear(self) -> None:
+        self.silence()
         if console.is_terminal:
             sys.stdout.write("\r\x1b[2K")
 

@@ -138,6 +138,14 @@ def test_elsewhere_than_on_a_terminal_a_quiet_minute_has_a_line_and_so_has_each_
     assert sweep.said == [] and sweep.alarms == []  # nothing is printed after the end
 
 
+def test_a_sweep_that_has_nothing_to_do_is_not_said_to_compile_later(monkeypatch):
+    with terminal.lines(study(), {}) as lines:
+        sweep = Sweep(monkeypatch, lines)
+        assert len(sweep.alarms) == 1
+        lines.wait([("pairs", "local")])
+        assert sweep.said == ["waiting for systems that other processes train: pairs, Local only"] and sweep.alarms == []
+
+
 def test_on_a_terminal_one_line_is_renewed_and_says_that_a_test_goes_on(monkeypatch):
     with terminal.lines(study(), {}) as lines:
         sweep = Sweep(monkeypatch, lines, is_terminal=True)
