@@ -17,6 +17,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
+import yaml
 
 from fedjax_meta import report, runtime
 from fedjax_meta.data import from_partition, pixel_scaling, slots, sources
@@ -165,7 +166,7 @@ def main(
             raise ValueError(f"{odd[0]!r} is no system of {STUDY}; there are {', '.join(whole.systems)}")
         study = dataclasses.replace(
             whole,
-            seeds=[int(seed) for seed in seeds.split(",")],
+            seeds=yaml.safe_load(f"[{seeds}]"),
             rounds=rounds,
             eval_every=rounds,
             systems={name: whole.systems[name] for name in some},
