@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from fedjax_meta.study import (
     targets,
     terminal,
 )
+from fedjax_meta.study import clients as holdings
 from fedjax_meta.study import compare as comparing
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import run as runs
@@ -96,7 +97,7 @@ def _asked(
         Path | None,
         typer.Argument(
             metavar="[STUDY]",
-            help="A YAML file, or the name of a study of the package (see `list studies`). Without it: the methods of --systems.",
+            help="A YAML file, or the name of a study of the package (see `list studies`).",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +115,7 @@ def _asked(
     ] = None,
     scenarios: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Run only these scenarios of the study.", show_default=False),
+        typer.Option(metavar="NAME,...", help="Only these scenarios of the study.", show_default=False),
     ] = None,
     dataset: Annotated[
         str | None,
@@ -168,7 +169,7 @@ def _asked(
         ),
     ] = None,
 ) -> Asked:
-    """What the options of `run` and `show` describe."""
+    """What the options of `run`, `show` and `clients` describe."""
     named = str(study).partition("(")[0]
     if named in METHODS and str(study) not in files.packaged() and not Path(named).exists():
         raise ValueError(f"{study} is a method and no study: give --systems '{study}' and --dataset, or see list studies")
@@ -186,9 +187,18 @@ def _asked(
     return Asked(chosen, study.stem if study else "systems")
 
 
-def _of_a_study(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `_asked`, whose result becomes its first argument, and `--debug`."""
-    described = inspect.signature(_asked).parameters
+_OF_CLIENTS = ("study", "variant", "quick", "scenarios", "dataset", "partition", "clients", "model", "set_")
+"""The options of `_asked` that clients depend on."""
+
+
+def _of_a_study(command: Callable[..., None], *, only: Collection[str] = ()) -> Callable[..., None]:
+    """Gives a command the options of `_asked`, whose result becomes its first argument, and `--debug`.
+
+    Args:
+      command: that asks for a study.
+      only: these options, by their names in Python; all when empty.
+    """
+    described = {name: one for name, one in inspect.signature(_asked).parameters.items() if not only or name in only}
     _, *own = inspect.signature(command).parameters.values()
     debug = inspect.Parameter("debug", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=DebugOption)
     study, *options = described.values()
@@ -198,8 +208,10 @@ def _of_a_study(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(*, debug: bool, **given: Any) -> None:
         with one_line_errors(debug):
-            asked = _asked(**{option: given.pop(option) for option in described})
-            command(asked, **given)
+            options = {option: given.pop(option) for option in described}
+            if "systems" not in described and options["study"] is None:
+                options["systems"] = "fedavg"  # a study has one; which one changes no client
+            command(_asked(**options), **given)
 
     # Typer reads the options from these.
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -286,6 +298,48 @@ def show(asked: Asked) -> None:
     If a system leaves out an option, it has the default that `fedjax-meta list methods NAME` shows.
     """
     print(to_yaml(asked.study), end="")
+
+
+@app.command()
+@functools.partial(
+    _of_a_study, only=("study", "variant", "quick", "scenarios", "dataset", "partition", "clients", "model", "set_")
+)
+def clients(
+    asked: Asked,
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also draw a picture: .png, .pdf or .svg; several scenarios add their names.",
+            show_default=False,
+        ),
+    ] = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Shows which samples the clients of a study have: sizes and classes of every view, and a picture.
+
+    `fedjax-meta clients quickstart --out clients.png`
+
+    `fedjax-meta clients --dataset mnist_small --partition "dirichlet_classes(concentration=0.3)" --out clients.png`
+
+    Without a study: those of the data set, cut as in a study. The report of a run has the same pictures, but for samples.
+    """
+    scenarios = asked.study.scenarios
+    paths = {name: _of_scenario(out, name, several=len(scenarios) > 1) for name in scenarios} if out else {}
+    for path in paths.values():
+        checks.writable("--out", path, endings=checks.FIGURES)
+    for name, built in runs.build(asked.study, data_dir).items():
+        terminal.table(holdings.table(name, built))
+        if built.note:
+            console.print(escape.console(built.note), style="dim", soft_wrap=True)
+        if out:
+            holdings.save(paths[name], built, images=True)
+            console.print(f"picture: {escape.console(str(paths[name]))}", soft_wrap=True)
+
+
+def _of_scenario(path: Path, scenario: str, *, several: bool) -> Path:
+    return path.with_name(f"{path.stem}-{scenario.replace('/', '-')}{path.suffix}") if several else path
 
 
 @app.command()

@@ -107,7 +107,7 @@ ROWS = (
     Row(r"fedjax-meta (list \w+( [\w:]+)?|show study\.yaml)", quick=True),
     Row(r"python -m tests\.mutation --help", quick=True),
     Row(r"python -m experiments\.leaderboard --(list|changed)", quick=True),
-    Row(r"fedjax-meta (runs|compare|export|preset) .*"),
+    Row(r"fedjax-meta (runs|clients|compare|export|preset) .*"),
     Row(
         r"python -m experiments\.(reproduce|leaderboard) --data-dir DIR( --hours 3)?|python -m experiments\.reproduce",
         "--hours 0",

@@ -18,7 +18,6 @@ from tests.programs import ROOT, module_of, programs
 
 STUDIES = ["fedmeta_per", "fedpac", "imaml", "mtfl", "privacy", "quickstart", "reptile", "robustness", "shakespeare"]
 TOOLS = [
-    "data",
     "fedpac_figures",
     "figures",
     "leaderboard",

@@ -160,7 +160,6 @@ def test_an_unknown_word_gets_the_nearest_one(arguments, nearest):
         ("benchmarks.systems", ("--systems", "dito"), "ditto"),
         ("benchmarks.second_order", ("--model", "lenett"), "lenet"),
         ("benchmarks.model_forms", ("--part", "pol"), "pool"),
-        ("experiments.data", ("--partition", "shrads"), "shards"),
         ("experiments.shakespeare", ("--systems", "fedvag"), "fedavg"),
         ("experiments.quickstart", ("--dry-rnu",), "--dry-run"),
         ("experiments.leaderboard", ("--only", "mnist_smal"), "mnist_small"),

@@ -22,8 +22,11 @@ from fedjax_meta.study.tuning import KNOWN, NEW, Trial
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TEXT, _LINE = "#010203", "#040506"
+TEXT, _LINE = "#010203", "#040506"
 """Colours that stand for the page's own, which differ in light and dark."""
+
+_ON_WHITE = "#1f2430", "#c5cad3"
+"""The same in files."""
 
 ON_DARK = {"#3b6ea8": "#6aa0e0", "#7b4fa3": "#b088d8", "#1f3b63": "#8fb3e8", "#8a1c2f": "#e58a98", "#0b6e4f": "#5fc9a4"} | {
     "#111111": "#f2f2f2"
@@ -150,7 +153,7 @@ def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
                 if values.size:
                     low, middle, high = np.percentile(values, [25, 50, 75])
                     axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
-                    axis.plot([middle, middle], [place - 0.3, place + 0.3], color=_TEXT, linewidth=1.6)
+                    axis.plot([middle, middle], [place - 0.3, place + 0.3], color=TEXT, linewidth=1.6)
             curves.clip_dots(axis, drawn, kind)
             names = [escape.label(textwrap.fill(one.title, 18, max_lines=2, placeholder="…")) for one in mine]
             axis.set_yticks(range(len(mine)), names)
@@ -184,7 +187,7 @@ def gains(systems: Sequence[Shown]) -> Figure:
                     share = 100 * (np.arange(len(gain)) + 0.5) / len(gain)
                     axis.plot(share, gain, **_line(one))
                     drawn.append(curves.Drawn(share, gain, color_of(one.color)))
-            axis.axhline(0, color=_TEXT, linewidth=1)
+            axis.axhline(0, color=TEXT, linewidth=1)
             axis.set_xlim(0, 100)
             curves.clip(axis, drawn, kind._replace(higher_is_better=True), np.median)
             axis.set_title(f"{group} clients")
@@ -311,7 +314,7 @@ def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Se
     from matplotlib.figure import Figure as Canvas
     from matplotlib.lines import Line2D
 
-    text, line = (_TEXT, _LINE) if of_page else ("#1f2430", "#c5cad3")
+    text, line = (TEXT, _LINE) if of_page else _ON_WHITE
     with mpl.rc_context(_style(text, line)):
         ratios = [panel.width for panel in panels]
         size = (sum(ratios) + (1.6 if legend else 0), max(panel.height for panel in panels))
@@ -327,17 +330,44 @@ def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Se
         canvas.savefig(file, format="svg", dpi=200, metadata={"Date": None})
     drawn = file.getvalue()
     if not of_page:
-        return drawn.replace(_TEXT, text).replace(_LINE, line)
+        return drawn.replace(TEXT, text).replace(_LINE, line)
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     # Names of groups repeat from figure to figure, which a page does not allow; those that are referred to differ.
     drawn = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", drawn)
     # Matplotlib repeats a long list of fonts with every word, and writes points to a millionth.
     drawn = re.sub(r"font-family: [^;\"]*sans-serif", "font-family: sans-serif", drawn)
     drawn = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), drawn)
-    drawn = drawn.replace(_TEXT, "var(--ink)").replace(_LINE, "var(--line)")
+    drawn = drawn.replace(TEXT, "var(--ink)").replace(_LINE, "var(--line)")
     for number, color in enumerate(COLORS):
         drawn = drawn.replace(color, f"var(--s{number})")
     return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape.html(label)}" ', 1)
+
+
+def picture(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
+    """Draws rows of as many panels each into one file, dark on white.
+
+    Args:
+      path: .png, .pdf or .svg.
+      rows: from top to bottom; panels of a column have the width of the first.
+      title: above them.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+
+    with mpl.rc_context(_style(*_ON_WHITE)):
+        widths, heights = [panel.width for panel in rows[0]], [row[0].height for row in rows]
+        canvas = Canvas(figsize=(sum(widths), sum(heights) + 0.4), layout="constrained", facecolor="white")
+        axes = canvas.subplots(len(rows), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
+        for row, of_row in zip(rows, axes, strict=True):
+            for panel, axis in zip(row, of_row, strict=True):
+                panel.draw(axis)
+        canvas.suptitle(escape.label(title), fontweight="bold", x=0.01, ha="left")
+        file = io.BytesIO()
+        canvas.savefig(file, format=path.suffix[1:], dpi=150)
+    disk.write_bytes(path, file.getvalue())
 
 
 def variables(*, dark: bool) -> str:

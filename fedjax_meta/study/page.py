@@ -6,6 +6,7 @@ from typing import Any
 
 from fedjax_meta import disk, escape, report
 from fedjax_meta.study import baselines, figures, results, summary
+from fedjax_meta.study import clients as holdings
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.job import Outcome
 from fedjax_meta.study.scenario import Clients
@@ -37,7 +38,7 @@ details { margin: 16px 0; } summary { cursor: pointer; }
 @media print { details { display: none; } }
 """
 
-_WORDS = {"chosen", "remark", "note", "scenario", "clients", "score", "compared with"}
+_WORDS = {"chosen", "remark", "note", "scenario", "clients", "score", "compared with", "view"}
 """Headings of columns that hold words, which are aligned left and may wrap."""
 
 
@@ -97,9 +98,11 @@ def write_all(
     """
     found = results.tables(study, built, outcomes) if found is None else found
     paths: list[Path] = []
-    for scenario in built:
+    for scenario, clients in built.items():
         shown = systems(study, [one for one in outcomes if one.scenario == scenario])
         paths += figures.save(folder / "figures", f"{scenario}-", shown)
+        paths.append(folder / "figures" / f"{scenario}-samples.svg")
+        holdings.save(paths[-1], clients)
     names = [path.relative_to(folder).as_posix() for path in paths]
     text = results.markdown(study, built, outcomes, command, found=found, figures=names)
     disk.write_text(folder / "report.md", text)
@@ -206,7 +209,15 @@ def _scenario(
         kind = lines[0].kind
         part += [f"<details><summary>Who gains and who loses: {text(results.gains_words(kind))}</summary>"]
         part += [table(report.Table(results.GAIN_HEADINGS, changes), _numbers(study)), "</details>"]
-    return part + drawn(systems(study, outcomes))
+    return part + drawn(systems(study, outcomes)) + _who_has_what(scenario, clients)
+
+
+def _who_has_what(scenario: str, clients: Clients) -> list[str]:
+    """The samples of the clients, folded: a reader looks for scores first."""
+    figure = holdings.figure(clients)
+    part = [f"<details><summary>{text(figure.title)}</summary>", f'<p class="muted">{text(figure.words)}</p>']
+    part += [f'<div class="panels">{"".join(figures.svg([panel], figure.title) for panel in figure.panels)}</div>']
+    return [*part, table(holdings.table(scenario, clients)), "</details>"]
 
 
 def _numbers(study: Study) -> dict[str, int]:

@@ -102,17 +102,27 @@ def test_latex_has_a_row_for_each_system_and_escapes_titles(made):
 def test_figures_are_files_in_which_each_system_has_its_own_colour(made):
     chosen, _, outcomes, folder = made
     names = {path.stem.removeprefix("pairs-") for path in (folder / "figures").glob("*.svg")}
-    assert names == {"rounds", "clients", "gains", "costs", "tuning", "confusion"}
+    assert names == {"rounds", "clients", "gains", "costs", "tuning", "confusion", "samples"}
     for name in ("rounds", "clients", "costs"):
         text = (folder / "figures" / f"pairs-{name}.svg").read_text(encoding="utf-8")
         ET.fromstring(text)
         assert all(color in text for color in COLORS[:3]) and "var(" not in text
+    for name in names:
         assert (folder / "report.md").read_text(encoding="utf-8").count(f"(figures/pairs-{name}.svg)") == 1
     # Without the first system, the others keep their colours, in a page too.
     shown = page.systems(chosen, outcomes)[1:]
     text = figures.svg(figures.by_round(shown).panels, "curves")
     assert "var(--s0)" not in text and "var(--s1)" in text and "var(--s2)" in text
     assert not any(color in text for color in COLORS)
+
+
+def test_a_page_has_the_samples_of_the_clients(made):
+    _, built, _, folder = made
+    ((_, shown),) = built.items()
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert text.count("<summary>Who has which samples</summary>") == 1
+    assert f"known clients: {shown.train.num_clients} with" in text and f"new clients: {shown.new.num_clients} with" in text
+    assert "first samples of" not in text + (folder / "figures" / "pairs-samples.svg").read_text(encoding="utf-8")
 
 
 def test_traffic_is_that_of_the_models_that_travel(made):
