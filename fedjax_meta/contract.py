@@ -148,6 +148,8 @@ REFUSABLE = {
     "server_optimizer": "any",
     "aggregator": "any but the mean",
     "an aggregator with a memory": "one whose result follows from earlier rounds, too",
+    "an aggregator of changes": "one that bounds by how much uploads change (`Rule.differences`)",
+    "clip without noise": "clip or adaptive_clip where no noise follows",
     "feedback": "transformations that add what they left out to the next upload",
     "participation": "clients that crash, are late or do less work",
     "attack": "any",
@@ -178,7 +180,8 @@ class Method:
       remember: `(memory, upload, statistics) -> memory`, the memory of a client whose upload was transformed (clipped, quantised)
         before it left, from the memory that it had and what it sent; `upload` has the shared leaves and buffers, each the value
         received minus the value after training. For methods whose server's state follows from the memories; by default
-        `Trained.memory` in any case.
+        `Trained.memory` in any case. Statistics are then changes of the memory, so that error feedback leaves them out: the next
+        change has what was not sent.
       init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0. N counts the clients that train: those that have
@@ -187,7 +190,7 @@ class Method:
         axis of every shared leaf: clients count as much as these (IFCA, AFL). Other aggregators than the mean get the quotients
         of each client, with its statistics as weights; so they do for statistics that are an `aggregate.Ratio`.
       weighs_by_statistics: whether the statistics of a client are how much it counts (FedNova's number of steps). Attacks leave
-        them honest, like those that a mean is divided by.
+        them honest, like those that a mean is divided by. Aggregators that bound changes are refused.
       separate_models: whether the shared leaves are M models `[M, ...]`, each with an optimiser of its own at the server (IFCA,
         CFL). Needs `divides_by_statistics`: the statistics are each model's share of the clients, `[M]`. A model whose share is 0
         does not move, and its optimiser takes no step. With noise on uploads no share is exactly 0.

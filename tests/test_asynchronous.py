@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import costs, schedules, uploads
+from fedjax_meta import aggregate, costs, schedules, uploads
 from tests import problems
 from tests.whole_rounds.world import (
     HEAD,
@@ -196,6 +196,41 @@ def test_fedasync_mixes_buffers_like_models(chain, server):
         versions.append((1 - share) * versions[-1] + share * (versions[len(versions) - 1 - lag] + sizes[i]))
     assert table.staleness.max() > 1
     assert float(state.model["b"]) == pytest.approx(versions[-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"uploads": (uploads.clip(1e6),)},
+        {"uploads": (uploads.sparsify(1.0),)},
+        {"aggregator": aggregate.norm_bounding(1e6)},
+        {"aggregator": aggregate.centered_clipping(1e6)},
+    ],
+    ids=["values", "clip", "sparsify", "norm_bounding", "centered_clipping"],
+)
+def test_fedbuff_averages_buffers_as_they_come(options):
+    """A running variance goes half of the way to 0.1 at each client; how it travels must not matter."""
+    data = fm.from_clients([(np.ones((20, 3)), np.ones(20, int))] * 4, num_classes=2)
+
+    def client(key, received, samples):
+        return fm.Trained(received.model | {"var": 0.5 * received.model["var"] + 0.05}, {})
+
+    method = fm.Method(
+        init=lambda key: {"w": jnp.zeros((3, 2)), "var": jnp.ones(())},
+        client=client,
+        personalize=fm.received_model,
+        predict=lambda variables, x: x @ variables["w"],
+        roles=fm.masks.roles({"w": False, "var": False}, {"w": True, "var": False}),
+    )
+    table = schedules.fedbuff([1.0, 1.5, 3, 4], rounds=8, buffer_size=2, concurrency=4, most_stale=10)
+    federation = fm.Federation(cohort_size=2, schedule=table, server_lr=1.0, devices=1, **options)
+    state, _ = fm.simulate(method, data, key=jax.random.key(0), rounds=8, federation=federation)
+    versions = [1.0]
+    for lags in table.staleness:
+        versions.append(np.mean([0.5 * versions[len(versions) - 1 - lag] + 0.05 for lag in lags]))
+    assert table.staleness.max() > 1
+    assert float(state.model["var"]) == pytest.approx(versions[-1])
 
 
 def test_a_timetable_starts_again_after_its_last_row():

@@ -41,7 +41,15 @@ REFUSED = [
     ("fednova", {"uploads": (fm.uploads.clip(1.0),)}, "fednova cannot go with clip: it would shrink changes and the numbers"),
     ("fednova", {"uploads": (fm.uploads.adaptive_clip(1.0),)}, "fednova cannot go with adaptive_clip"),
     ("feddyn", {"weighting": "samples"}, "feddyn cannot go with weighting: its extra state is the mean"),
+    ("feddyn", {"uploads": (fm.uploads.sparsify(0.5),)}, "feddyn cannot go with feedback: h_i follows what was sent"),
     ("feddbe", {"uploads": (fm.uploads.sparsify(0.5),)}, "feddbe cannot go with sparsify: the mean of features is sent once"),
+    ("feddbe", {"uploads": (fm.uploads.clip(1.0),)}, "feddbe cannot go with clip without noise: it would shrink the mean of"),
+    ("feddbe", {"aggregator": fm.aggregate.norm_bounding(1.0)}, "feddbe cannot go with an aggregator of changes"),
+    (
+        "fednova",
+        {"aggregator": fm.aggregate.centered_clipping(1.0)},
+        "fednova cannot go with centered_clipping: it would bound",
+    ),
     (
         "pfedsim",
         {"server_optimizer": optax.sgd, "server_lr": 1.0},
@@ -54,6 +62,18 @@ REFUSED = [
 def test_what_a_methods_equations_do_not_bear_is_refused_by_name(name, options, message):
     with pytest.raises(ValueError, match=message):
         fm.federate(fm.METHODS[name](problems.task()), fm.Federation(**options))
+
+
+@pytest.mark.parametrize("name", ["fedpac", "fedproto"])
+def test_means_are_no_changes_that_a_rule_could_bound(name):
+    for rule in (fm.aggregate.norm_bounding(1.0), fm.aggregate.bucketing(fm.aggregate.centered_clipping())):
+        algorithm = fm.federate(fm.METHODS[name](problems.task()), fm.Federation(aggregator=rule))
+        with pytest.raises(ValueError, match=f"{name} sends means, which are no changes: .* would bound how large they are"):
+            jax.eval_shape(algorithm.init, jax.random.key(0), problems.data())
+
+
+def test_feddbe_may_clip_where_noise_follows():
+    fm.federate(fm.feddbe(problems.task()), fm.Federation(uploads=(fm.uploads.clip(1.0), fm.uploads.noise(1.0))))
 
 
 def test_the_weighting_that_a_method_has_by_itself_is_not_refused():

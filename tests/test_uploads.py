@@ -792,8 +792,49 @@ def test_error_feedback_does_not_add_up_values():
     assert problems.distance(own.model["head"], mean) < 0.5 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(mean))
     kept = _rounds("l2gd", 3, uploads=sparse)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(kept.residual[0][1]))
-    # Changes are increments, and are carried over.
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(_rounds("scaffold", 3, uploads=sparse).residual[0][1]))
+    # Changes of a memory that follows what was sent have it, too; the pseudo-gradient is an increment.
+    part, change = _rounds("scaffold", 3, uploads=sparse).residual[0]
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(part)) and not any(np.any(leaf) for leaf in jax.tree.leaves(change))
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_control_variates_become_the_gradients_under_error_feedback(late):
+    """With a rate of nearly 0 the model rests, so that each client's control variate must come to its gradient and stay.
+
+    Without transformations it is the gradient after a single round.
+    """
+
+    def variates(rounds, **options):
+        algorithm = fm.federate(
+            fm.scaffold(problems.task(), lr=1e-12, control="gradient", batch_size=8),
+            fm.Federation(cohort_size=7, devices=1, **options),
+        )
+        state, step = algorithm.init(KEY, problems.data()), jax.jit(algorithm.round)
+        for number in range(rounds):
+            state, _ = step(jax.random.fold_in(KEY, number), state, problems.data())
+        return state.memory
+
+    gradients = variates(1)
+    kept = variates(30, uploads=(uploads.sparsify(0.3),), participation=fm.participation.unreliable(late=late))
+    assert problems.distance(kept, gradients) < 1e-6 < problems.distance(jax.tree.map(jnp.zeros_like, kept), gradients)
+
+
+def test_an_amount_is_that_of_one_upload_under_error_feedback():
+    """Two lost uploads come with the third. All steps are equally many, so that FedNova must move like FedAvg."""
+
+    def moves(name):
+        client = fm.participation.unreliable(late=0.5)
+        federation = fm.Federation(cohort_size=7, devices=1, uploads=(uploads.sparsify(1.0),), participation=client)
+        algorithm = fm.federate(getattr(fm, name)(problems.task(), lr=1e-3, epochs=1, batch_size=128), federation)
+        state, step, lengths = algorithm.init(KEY, problems.data()), jax.jit(algorithm.round), []
+        for number in range(6):
+            before = state.model
+            state, info = step(jax.random.fold_in(KEY, number), state, problems.data())
+            lengths.append((int(info.returned.sum()), problems.distance(state.model, before)))
+        return lengths
+
+    assert {returned for returned, _ in moves("fedavg")} - {0, 7}
+    np.testing.assert_allclose(moves("fednova"), moves("fedavg"), rtol=1e-9)
 
 
 def test_a_method_whose_clients_keep_their_models_refuses_error_feedback():

@@ -124,5 +124,10 @@ def feddbe(
         init_extra=lambda model, data: Common(jnp.zeros(width), jnp.zeros((), bool)),
         update_extra=keep_first,
         needs_classes=True,
-        refuses={"sparsify": "the mean of features is sent once, so that what is left out never arrives"},
+        refuses={
+            "sparsify": "the mean of features is sent once, so that what is left out never arrives",
+            **dict.fromkeys(
+                ("clip without noise", "an aggregator of changes"), "it would shrink the mean of features, which is no change"
+            ),
+        },
     )

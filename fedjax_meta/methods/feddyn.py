@@ -111,5 +111,8 @@ def feddyn(
         direction=direction,
         update_extra=lambda state, mean, weight, num_clients: mean,
         sends_extra=False,
-        refuses={"weighting": "its extra state is the mean of the clients' memories only if all clients count alike"},
+        refuses={
+            "weighting": "its extra state is the mean of the clients' memories only if all clients count alike",
+            "feedback": "h_i follows what was sent, so that the next change has what was left out: give feedback=False",
+        },
     )

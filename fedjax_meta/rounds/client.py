@@ -57,7 +57,7 @@ def client_round(
     message = attacked.Message(upload, measured, stacked, setting.read(after.personal, after.memory))
     message, read = attacked.by_client(setting, key, id_, message, received, given, data)
     # A client that clips its upload cannot know how stale it will be; the server weighs what arrives.
-    message = message._replace(upload=stale.scaled(setting, state.model, message.upload, stale_weight))
+    message = message._replace(upload=stale.scaled(setting, state.model, given.model, message.upload, stale_weight))
     sums, separate = _added_up(setting, message, weights, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, after, jax.tree.map(jnp.asarray, outputs))
@@ -170,6 +170,11 @@ def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) 
     if isinstance(statistics, Ratio) and any(transform.name == "sparsify" for transform in setting.federation.uploads):
         raise ValueError(
             f"{setting.method.name} sends each sum together with the number of its terms; sparsify could leave one of the two out"
+        )
+    rule = setting.rule
+    if isinstance(statistics, Ratio) and rule is not None and rule.differences:
+        raise ValueError(
+            f"{setting.method.name} sends means, which are no changes: {rule.name} would bound how large they are"
         )
     if setting.sends_differences and setting.method.statistics_renew_extra:
         statistics = jax.tree.map(lambda new, old: new - old.astype(new.dtype), statistics, extra)

@@ -65,11 +65,17 @@ def _refuse_what_the_method_does(method: Method, federation: Federation) -> None
     given |= {"feedback"} if any(transform.has_feedback for transform in f.uploads) else set()
     given |= {"weighting"} if f.weighting not in (None, method.weighting) else set()
     given |= {"server_optimizer"} if f.server_optimizer is not None else set()
-    remembers = isinstance(f.aggregator, Rule) and jax.tree.leaves(f.aggregator.init(jnp.zeros(1)))
-    given |= {"an aggregator with a memory"} if remembers else set()
+    rule = f.aggregator if isinstance(f.aggregator, Rule) else None
+    given |= {"an aggregator with a memory"} if rule and jax.tree.leaves(rule.init(jnp.zeros(1))) else set()
+    given |= {"an aggregator of changes"} if rule and rule.differences else set()
+    if rule and rule.differences and method.weighs_by_statistics:
+        raise ValueError(
+            f"{method.name} cannot go with {rule.name}: it would bound changes and the amounts that they are multiplied by"
+        )
     given |= {name for name in ("aggregator", "participation", "attack") if getattr(f, name) is not None}
-    clips = sorted({"clip", "adaptive_clip"} & given)
-    if clips and "noise" not in given and method.divides_by_statistics and method.sends_statistics:
+    clips = sorted({"clip", "adaptive_clip"} & given) if "noise" not in given else []
+    given |= {"clip without noise"} if clips else set()
+    if clips and method.divides_by_statistics and method.sends_statistics:
         raise ValueError(
             f"{method.name} divides a mean of changes by a mean of amounts; {clips[0]} would shrink both and bound nothing: add "
             "noise, or give aggregator=norm_bounding(...)"

@@ -181,14 +181,17 @@ class Setting:
     def carries(self, upload: PyTree) -> PyTree:
         """Which numbers of `sent` are increments, bools: what is left out of them is lost unless the next upload has it.
 
-        Buffers, own leaves that are averaged and renewed statistics are values: the next upload has what was left out anyway.
+        Buffers, own leaves that are averaged and renewed statistics are values: the next upload has what was left out anyway. So
+        it has where statistics are changes of a memory that follows what was sent. Amounts of two uploads do not add up.
         """
         part, statistics = self.sent(upload)
         increments = masks.merge(
             jax.tree.map(lambda leaf: True, masks.split(part, self.shared)[0]),
             jax.tree.map(lambda leaf: False, masks.split(part, self.buffers)[0]),
         )
-        return increments, jax.tree.map(lambda leaf: not self.method.statistics_renew_extra, statistics)
+        method = self.method
+        adds_up = not (method.statistics_renew_extra or method.weighs_by_statistics) and method.remember is None
+        return increments, jax.tree.map(lambda leaf: adds_up, statistics)
 
     def read(self, personal: PyTree, memory: PyTree) -> PyTree:
         """What the server reads of a client for `collaborate`."""

@@ -34,11 +34,14 @@ def given(setting: Setting, context: Context, id_: jax.Array) -> tuple[State, An
     return state._replace(model=model, round=begun), schedule.weight(lag)
 
 
-def scaled(setting: Setting, model: PyTree, upload: PyTree, weight: Any) -> PyTree:
+def scaled(setting: Setting, model: PyTree, begun: PyTree, upload: PyTree, weight: Any) -> PyTree:
     """What arrives of a client as the server takes it: the change of shared leaves times the staleness weight.
 
-    Where models are mixed, the client's buffers are mixed with those of `model`, the server's. Their weight is s(tau) times the
-    server's rate if it takes plain steps. The rate of another optimiser is no share of a mixture, so the weight is s(tau) then.
+    Buffers are averaged as they come. Differences of buffers are those from the model that the client was given, `begun`, but the
+    server takes them from its own, `model`.
+
+    Where models are mixed, the client's buffers are mixed with those of `model`. Their weight is s(tau) times the server's rate
+    if it takes plain steps. The rate of another optimiser is no share of a mixture, so the weight is s(tau) then.
     """
     if weight is None:
         return upload
@@ -51,6 +54,9 @@ def scaled(setting: Setting, model: PyTree, upload: PyTree, weight: Any) -> PyTr
         if setting.sends_differences:
             old = jax.tree.map(jnp.zeros_like, old)
         held = jax.tree.map(lambda b, b_i: _mixed(b, b_i, share), old, held)
+    elif setting.sends_differences:
+        now, then = (masks.split(tree, setting.buffers)[0] for tree in (model, begun))
+        held = jax.tree.map(lambda change, new, old: change + (new - old).astype(change.dtype), held, now, then)
     return masks.merge(moving, held), statistics
 
 
