@@ -254,6 +254,8 @@ def run(
     chosen = asked.study
     if shared and out is None:
         raise ValueError("--shared: processes share a run through its folder, so --out must name the folder")
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is no folder")
     makes = loggers.made(log) if log else {}
     runtime.use_all_cores()
     built = runs.build(chosen, data_dir)

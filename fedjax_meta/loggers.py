@@ -200,8 +200,12 @@ def made(names: str) -> dict[str, Make]:
     for name in (part.strip() for part in names.split(",")):
         if ":" in name:
             found[name] = imported("logger", name)
+            if not callable(found[name]):
+                raise ValueError(
+                    f"logger {name} must be a class or a function (folder, name), not {checks.shown(found[name])}"
+                )
         else:
-            checks.one_of("logger", name, LOGGERS)
+            checks.one_of("logger", name, [*LOGGERS, "module:Name"])
             found[name] = LOGGERS[name]
             found[name](Path(), "")  # says now, not after an hour, what is not installed
     return found

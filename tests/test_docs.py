@@ -229,6 +229,23 @@ def loaded(name):
     return module
 
 
+def _headings(page):
+    """The anchors of a page: its headings in small letters, with a hyphen for each space and without other signs."""
+    text = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+    found = [re.sub(r"[`*]", "", line) for line in re.findall(r"^#+ +(.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in found}
+
+
+def test_every_link_to_a_heading_finds_one():
+    links = [
+        (page, Path(target).name or page, anchor)
+        for page, text in TEXTS.items()
+        for target, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)", text)
+    ]
+    assert len(links) > 30
+    assert not [f"{page}: {target}#{anchor}" for page, target, anchor in links if anchor not in _headings(target)]
+
+
 def test_the_drawings_are_those_of_their_script():
     pictures = loaded("pictures")
     for name, draw in pictures.DRAWINGS.items():

@@ -244,7 +244,7 @@ def test_a_client_is_found_by_its_name_first():
     assert of_study._number("client", "9", names) == 2 and of_study._number("new_client", "7", names) == 0
     with pytest.raises(ValueError, match=r"client='0' is unknown; allowed are 3, 4, 9"):
         of_study._number("client", "0", names)
-    with pytest.raises(ValueError, match="client='7' is a new client: give new_client='7' in its place"):
+    with pytest.raises(ValueError, match="client='7' is a new client: give it as the new client"):
         of_study._number("client", "7", names)
     assert of_study._number("client", 2, names) == 2  # in Python, a number is a number
     for other in ((("ada", "bob"), ()), ((), ())):

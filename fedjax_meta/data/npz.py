@@ -86,7 +86,9 @@ def _header(file: IO[bytes], member: zipfile.ZipInfo) -> tuple[tuple[int, ...], 
         warnings.simplefilter("ignore")
         shape, _, dtype = readers[version](file)
     if dtype.hasobject:
-        raise _Refused(f"{member.filename} holds Python objects (samples of mixed shape, or labels as objects?)")
+        raise _Refused(
+            f"{member.filename} holds Python objects (samples of mixed shape, or names? .astype(str) makes text of names)"
+        )
     if any(extent < 0 for extent in shape):
         raise _Refused(f"the header of {member.filename} has the shape {list(shape)}")
     return shape, dtype

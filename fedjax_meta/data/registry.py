@@ -177,7 +177,11 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
     if not x.ndim or not y.ndim:
         raise ValueError(f"x and y in {shown} must hold one entry a sample, not {list(x.shape)} and {list(y.shape)}")
     if owner.dtype.kind not in partition.IDS:
-        raise ValueError(f"{by} in {shown} must hold integers or strings, not {owner.dtype}; {by}.astype(int) makes integers")
+        hint = f"; {by}.astype(int) makes integers"
+        if owner.dtype.kind == "f" and (owner != np.round(owner)).any():  # NaN differs from itself
+            sample = int(np.argmax(owner.ravel() != np.round(owner.ravel())))
+            hint = f": sample {sample} has {owner.ravel()[sample]}, which names no client"
+        raise ValueError(f"{by} in {shown} must hold integers or strings, not {owner.dtype}{hint}")
     if owner.shape != y.shape[:1]:
         odd, least, others = ("y", y, f"x and {by} have") if owner.shape == x.shape[:1] else (by, owner, "y has")
         raise ValueError(

@@ -130,7 +130,8 @@ def check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, size
     if outside.any():
         sample = int(np.argmax(outside.any(1)))
         label = y.reshape(len(y), -1)[sample, np.argmax(outside[sample])]
-        hint = "" if num_classes is not None else "; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..."
+        few = num_classes is None or len(np.unique(y)) <= num_classes
+        hint = "; np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ..." if few else ""
         raise ValueError(
             f"labels run from {y.min()} to {y.max()}, but must lie in [0, num_classes={most}): label {label} in "
             f"{of_client(sample, order, sizes)}{hint}"

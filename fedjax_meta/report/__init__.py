@@ -24,7 +24,7 @@ from fedjax_meta.report.records import (
     without_confusion,
 )
 from fedjax_meta.report.series import Series, common_rounds, places, series
-from fedjax_meta.report.tables import Table, markdown_table, rich_table
+from fedjax_meta.report.tables import Table, label, markdown_table, rich_table
 
 __all__ = [
     "COLORS",
@@ -42,6 +42,7 @@ __all__ = [
     "diverged",
     "diverged_words",
     "joined",
+    "label",
     "load",
     "load_clients",
     "main_score",

@@ -1,6 +1,8 @@
 """What the figures of runs and of studies share: curves over seeds, marks of divergence, axes that end before blown-up scores."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,14 @@ class Drawn(NamedTuple):
     x: Any
     y: np.ndarray
     color: str
+
+
+@contextlib.contextmanager
+def quiet_about_letters() -> Iterator[None]:
+    """Without a warning for each letter of a name that the font of a figure lacks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
 
 
 def draw(axis: "Axes", x: np.ndarray, values: np.ndarray, kind: Kind, **line: Any) -> Drawn:

@@ -12,6 +12,7 @@ from fedjax_meta import disk, escape
 from fedjax_meta.report import curves
 from fedjax_meta.report.records import diverged_words, over_seeds
 from fedjax_meta.report.series import Series, common_rounds, places
+from fedjax_meta.report.tables import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +98,8 @@ def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -
             _draw_spread(axes[1, column], mine, colors, names=column == 0)
         figure.suptitle(escape.label("\n".join(lines)), fontsize=13, fontweight="bold", x=0.01, ha="left")
         drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:] or "png")
+        with curves.quiet_about_letters():
+            figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:] or "png")
         disk.write_bytes(path, drawn.getvalue())
 
 
@@ -126,7 +128,7 @@ def _draw_curves(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind.share:
         axis.set_ylim(max(low - 4, 0), 101)
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.04 * max(float(one.rounds[-1]) for one in runs))
     axis.grid(axis="y", color=GRID, linewidth=0.8)
     curves.clip(axis, drawn, kind)
     curves.crosses(axis, ended)
@@ -176,11 +178,11 @@ def _draw_spread(axis: "Axes", runs: Sequence[Series], colors: Mapping[str, str]
         )
     curves.clip_dots(axis, drawn, kind)
     axis.set_ylim(len(titles) - 0.45, -0.6)
-    axis.set_yticks(range(len(titles)), [escape.label(title) if names else "" for title in titles])
+    axis.set_yticks(range(len(titles)), [label(title, 26, 2) if names else "" for title in titles])
     if names:
-        for label, name in zip(axis.get_yticklabels(), titles, strict=True):
-            label.set_color(colors[name])
-            label.set_fontweight("bold")
+        for shown, name in zip(axis.get_yticklabels(), titles, strict=True):
+            shown.set_color(colors[name])
+            shown.set_fontweight("bold")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     axis.grid(axis="x", color=GRID, linewidth=0.8)

@@ -171,6 +171,19 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
+def label(text: str, width: int, lines: int) -> str:
+    """A name as a figure shows it: so many lines of about `width` characters, see `wrap`; "…" stands for what is left out.
+
+    Example:
+      >>> print(label("fedper(lr=0.01, batch_size=10, epochs=5)", 12, 2))
+      fedper
+      (lr=0.01,…
+    """
+    wrapped = wrap(text, width)
+    kept = [line if len(line) <= 2 * width else f"{line[: 2 * width - 1]}…" for line in wrapped[:lines]]
+    return escape.label("\n".join(kept) + ("…" if len(wrapped) > lines else ""))
+
+
 def _pieces(text: str) -> list[str]:
     """What a line may be broken between: words, and parts of words that begin with a bracket."""
     return re.findall(r"[(\[]+[^\s(\[]*|[^\s(\[]+", text)

@@ -45,7 +45,7 @@ def figure(clients: Clients) -> Figure:
             " Below, a row is a class and a column is a client: the darker, the more samples, on a log scale; empty is none."
         )
     panels = [panel for row in _rows(clients) for panel in row]
-    return Figure("samples", "Who has which samples", words, panels, False)
+    return Figure("samples", "Who has which samples", words, panels)
 
 
 def save(path: Path, clients: Clients, *, images: bool = False) -> None:

@@ -142,8 +142,10 @@ def _number(option: str, client: int | str, names: tuple[tuple[str, ...], tuple[
     if isinstance(client, str) and not (numbered and client.removeprefix("-").isdecimal()):
         mine, others = names if option == "client" else reversed(names)
         if client in others and client not in mine:
-            kind, right = ("a new client", "new_client") if option == "client" else ("a client that trained", "client")
-            raise ValueError(f"{option}={client!r} is {kind}: give {right}={client!r} in its place")
+            kind, right = ("a new client", "new client") if option == "client" else ("a client that trained", "client")
+            raise ValueError(f"{option}={client!r} is {kind}: give it as the {right}")
+        if not mine:
+            raise ValueError(f"{option}={client!r}: the clients of this run have no names: give a number, from 0 on")
         checks.one_of(option, client, mine)
         return mine.index(client)
     return int(client)

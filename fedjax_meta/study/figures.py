@@ -85,14 +85,14 @@ class Figure(NamedTuple):
       name: of the file.
       title, words: what is shown, and how to read it.
       panels: side by side, or one below the other where a page is narrow.
-      legend: whether the lines need one.
+      legend: the systems that have a line.
     """
 
     name: str
     title: str
     words: str
     panels: list[Panel]
-    legend: bool = True
+    legend: Sequence[Shown] = ()
 
 
 def color_of(number: int) -> str:
@@ -125,9 +125,8 @@ def by_round(systems: Sequence[Shown]) -> Figure:
         return Panel(draw)
 
     words = "Mean over clients" + ("; the band is one standard deviation over seeds to each side." if _seeds(systems) else ".")
-    return Figure(
-        "rounds", f"{kind.words.capitalize()} by round{kind.direction}", words, [panel(group) for group in _groups(systems)]
-    )
+    title = f"{kind.words.capitalize()} by round{kind.direction}"
+    return Figure("rounds", title, words, [panel(group) for group in _groups(systems)], systems)
 
 
 def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
@@ -154,8 +153,10 @@ def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
                     low, middle, high = np.percentile(values, [25, 50, 75])
                     axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
                     axis.plot([middle, middle], [place - 0.3, place + 0.3], color=TEXT, linewidth=1.6)
+                else:
+                    axis.text(0.02, place, "diverged", transform=axis.get_yaxis_transform(), va="center", fontsize=8)
             curves.clip_dots(axis, drawn, kind)
-            names = [escape.label(textwrap.fill(one.title, 18, max_lines=2, placeholder="…")) for one in mine]
+            names = [report.label(one.title, 18, 2) for one in mine]
             axis.set_yticks(range(len(mine)), names)
             axis.set_ylim(len(mine) - 0.4, -0.6)
             axis.grid(visible=False, axis="y")
@@ -166,7 +167,7 @@ def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
 
     all_ = "A dot is a client of one seed" if dots else f"A line spans all clients and seeds, whose dots are {_ELSEWHERE[:-1]}"
     words = f"{all_}; the bar spans the quartiles, the stroke is the median."
-    return Figure("clients", "Every client after the last round", words, [panel(group) for group in _groups(systems)], False)
+    return Figure("clients", "Every client after the last round", words, [panel(group) for group in _groups(systems)])
 
 
 def gains(systems: Sequence[Shown]) -> Figure:
@@ -199,7 +200,7 @@ def gains(systems: Sequence[Shown]) -> Figure:
     own = f"Each client's {kind.words} minus that by local training"
     own = own if kind.higher_is_better else f"Each client's {kind.words} by local training minus that with the system"
     words = f"{own}, mean over seeds. Clients below the line lose."
-    return Figure("gains", "Who gains over training alone, and who loses", words, [panel(group) for group in groups])
+    return Figure("gains", "Who gains over training alone, and who loses", words, [panel(group) for group in groups], others)
 
 
 def against(systems: Sequence[Shown]) -> Figure:
@@ -229,7 +230,7 @@ def against(systems: Sequence[Shown]) -> Figure:
         "what else the machine did."
     )
     title = f"{kind.words.capitalize()} against what travels and against time{kind.direction}"
-    return Figure("costs", title, words, panels)
+    return Figure("costs", title, words, panels, systems)
 
 
 def tuning(systems: Sequence[Shown]) -> Figure:
@@ -269,7 +270,7 @@ def tuning(systems: Sequence[Shown]) -> Figure:
     else:
         marked = "a ring marks the value that was chosen."
     words = f"Best score on held-back {held} with each value of the grid; {marked}"
-    return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names])
+    return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names], tuned)
 
 
 def confusion(systems: Sequence[Shown], *, most: int | None = None) -> Figure:
@@ -289,6 +290,8 @@ def confusion(systems: Sequence[Shown], *, most: int | None = None) -> Figure:
             ticks = range(0, len(total), -(-len(total) // 10))
             axis.set_xticks(ticks)
             axis.set_yticks(ticks)
+            axis.set_xlabel("predicted", fontsize=8)
+            axis.set_ylabel("true", fontsize=8)
             axis.spines[["top", "right"]].set_visible(True)
             axis.grid(visible=False)
 
@@ -298,7 +301,7 @@ def confusion(systems: Sequence[Shown], *, most: int | None = None) -> Figure:
     words = "Known clients, all seeds. Rows are true classes, columns predicted ones; full colour is all samples of a class."
     if most is not None:
         shown, words = shown[:most], f"{words} Of the first {most} systems; the others are {_ELSEWHERE}"
-    return Figure("confusion", "Confusion by class", words, [panel(one) for one in shown], False)
+    return Figure("confusion", "Confusion by class", words, [panel(one) for one in shown])
 
 
 def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Sequence[Shown] = ()) -> str:
@@ -324,10 +327,11 @@ def svg(panels: Sequence[Panel], label: str, *, of_page: bool = True, legend: Se
             panel.draw(axis)
         if legend:
             lines = [Line2D([], [], **_line(one)) for one in legend]
-            names = [escape.label(textwrap.fill(one.title, 20)) for one in legend]
+            names = [report.label(one.title, 20, 4) for one in legend]
             canvas.legend(lines, names, frameon=False, fontsize=8, loc="outside right center")
         file = io.StringIO()
-        canvas.savefig(file, format="svg", dpi=200, metadata={"Date": None})
+        with curves.quiet_about_letters():  # a browser has its own fonts
+            canvas.savefig(file, format="svg", dpi=200, metadata={"Date": None})
     drawn = file.getvalue()
     if not of_page:
         return drawn.replace(TEXT, text).replace(_LINE, line)
@@ -366,7 +370,8 @@ def picture(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
                 panel.draw(axis)
         canvas.suptitle(escape.label(title), fontweight="bold", x=0.01, ha="left")
         file = io.BytesIO()
-        canvas.savefig(file, format=path.suffix[1:], dpi=150)
+        with curves.quiet_about_letters():
+            canvas.savefig(file, format=path.suffix[1:], dpi=150)
     disk.write_bytes(path, file.getvalue())
 
 
@@ -383,9 +388,8 @@ def save(folder: Path, prefix: str, systems: Sequence[Shown]) -> list[Path]:
     """
     paths = []
     for figure in all_of(systems):
-        legend = systems if figure.legend else ()
         paths.append(folder / f"{prefix}{figure.name}.svg")
-        disk.write_text(paths[-1], svg(figure.panels, figure.title, of_page=False, legend=legend))
+        disk.write_text(paths[-1], svg(figure.panels, figure.title, of_page=False, legend=figure.legend))
     return paths
 
 

@@ -57,7 +57,7 @@ def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text: {error}") from None
+            raise ValueError(f"{path} is no text in UTF-8: {error}; save it as UTF-8") from None
         except IsADirectoryError:
             raise IsADirectoryError(
                 f"{path} is a folder: give a study file, e.g. {Path(path) / 'study.yaml'} of a run"

@@ -184,11 +184,11 @@ def table(shown: report.Table, colors: Mapping[str, int] | None = None) -> str:
 
 def drawn(shown: Sequence[Shown]) -> list[str]:
     """Every figure of some systems as HTML, each panel by itself so that a narrow page shows them one below the other."""
-    names = "".join(f"<span>{_swatch(one.color)}{text(one.title)}</span>" for one in shown)
     parts = []
     for figure in figures.all_of(shown, of_page=True):
         parts += [f"<h3>{text(figure.title)}</h3>", f'<p class="muted">{text(figure.words)}</p>']
-        parts += [f'<p class="legend">{names}</p>'] if figure.legend else []
+        names = "".join(f"<span>{_swatch(one.color)}{text(one.title)}</span>" for one in figure.legend)
+        parts += [f'<p class="legend">{names}</p>'] if names else []
         parts += [f'<div class="panels">{"".join(figures.svg([panel], figure.title) for panel in figure.panels)}</div>']
     return parts
 

@@ -362,7 +362,7 @@ def markdown(
         others = other_scores(found[scenario])
         if others.rows:
             text += [f"{others.title}:", "", _markdown(others), ""]
-        text += [clients.note, ""] if clients.note else []
+        text += [escape.markdown(clients.note), ""] if clients.note else []
         changes = gains(study, [one for one in outcomes if one.scenario == scenario], clients)
         if changes:
             text += [f"{gains_words(found[scenario][0].kind)}:", ""]

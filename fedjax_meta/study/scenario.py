@@ -238,6 +238,9 @@ class Scenario:
         else:
             made, own = self._of_partition(data_dir)
         train, title = made.train, made.name
+        if self.dataset.endswith(".npz") and self.rule != "natural" and "split" in npz.names(self.dataset):
+            cut = f"the array split of the file is not used: {self.rule} cuts tests anew"
+            made = made._replace(note="; ".join(filter(None, [made.note, cut])))
         if train.num_classes == 1:
             raise ValueError(
                 f"dataset {self.dataset}: all samples have the label 0, but a classifier needs at least 2 classes"
@@ -320,6 +323,8 @@ class Scenario:
             count = 20 if self.clients is None else self.clients
             own, rest = self._server_first(len(y))
             held = self._divided(y[rest], count)
+            if lookup.is_own(self.rule):
+                notes.append(_uses(held.order, len(rest)))
             held = held._replace(order=rest[held.order])
         order, sizes = held.shuffled(self.seed)
         if tests is None:
@@ -363,7 +368,15 @@ class Scenario:
                 f"{what} must return order [S], and sizes [{count}] with the sum S, not {list(order.shape)} and "
                 f"{list(sizes.shape)} with the sum {sizes.sum()}"
             )
-        return Partition(order.astype(np.int64), sizes.astype(np.int64))
+        held = Partition(order.astype(np.int64), sizes.astype(np.int64))
+        pairs = np.stack([held.owner(), held.order])
+        once, counts = np.unique(pairs, axis=1, return_counts=True)
+        if len(counts) and counts.max() > 1:
+            client, sample = once[:, np.argmax(counts)].tolist()
+            raise ValueError(
+                f"{what} gives client {client} sample {sample} {counts.max()} times: it would train on samples of its own test"
+            )
+        return held
 
     def _of_server(self, x: np.ndarray, y: np.ndarray, order: np.ndarray, classes: int) -> ClientData:
         """The server's samples, with the views of a client."""
@@ -402,8 +415,18 @@ class Scenario:
 
     def _server_first(self, samples: int) -> tuple[np.ndarray, np.ndarray]:
         """(the samples of the server, those of the clients)."""
+        if self.server >= samples:
+            raise ValueError(f"server={self.server} leaves no sample of {self.dataset} for clients: it has {samples}")
         order = np.random.default_rng(self.seed).permutation(samples) if self.server else np.arange(samples)
         return order[: self.server], np.sort(order[self.server :])
+
+
+def _uses(order: np.ndarray, samples: int) -> str:
+    """How many samples a partition of one's own gives to clients, and how many of them to several."""
+    once, counts = np.unique(order, return_counts=True)
+    several = int(np.count_nonzero(counts > 1))
+    shared = f", {several:,} of them to several clients, of which one may test on what another trains on" if several else ""
+    return f"gives clients {len(once):,} of {samples:,} samples{shared}"
 
 
 def model_name(name: str | None, data: FederatedData) -> str:

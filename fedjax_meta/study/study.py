@@ -156,7 +156,8 @@ class Study:
                 raise ValueError(f"a study needs {kind}")
             for name in getattr(self, kind):
                 if not isinstance(name, str) or not name.replace("-", "_").replace(DRAW, "_", 1).isidentifier():
-                    raise ValueError(f"{kind}: {name!r} must be made of letters, digits, _ and -")
+                    quoted = "" if isinstance(name, str) else f", in quotes where YAML reads a {type(name).__name__}"
+                    raise ValueError(f"{kind}: {name!r} must be made of letters, digits, _ and -{quoted}")
                 if len(name) > LONGEST_NAME:  # files are called so
                     raise ValueError(f"{kind}: {checks.shown(name)} must have {LONGEST_NAME} letters at most")
         checks.word("title", self.title)

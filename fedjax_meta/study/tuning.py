@@ -323,6 +323,8 @@ def words(study: Study, main: Sequence[str]) -> str:
     tuned = {name: size for name, size in sizes.items() if size > 1}
     if len(set(tuned.values())) > 1:
         text += (
-            " The grids differ in size: " + ", ".join(f"{study.title_of(name)} {size}" for name, size in tuned.items()) + "."
+            " The grids differ in size: "
+            + "; ".join(f"{study.title_of(name)}: {size} points" for name, size in tuned.items())
+            + "."
         )
     return text

@@ -314,7 +314,7 @@ COMMAND = [
     (("run", "quikstart"), "study='quikstart' is unknown (did you mean 'quickstart'?)"),
     (("run", "quickstart", "--out", ""), "must name a folder, got an empty text"),
     (("run", "{study_list}"), "must hold a mapping with title, scenarios and systems"),
-    (("run", "{study_binary}"), "study_binary is no text: 'utf-8' codec can't decode"),
+    (("run", "{study_binary}"), "study_binary is no text in UTF-8: 'utf-8' codec can't decode"),
     (("run", "{study_deep}"), "study_deep is nested too deeply for a study"),
     (("run", "{study_extends}"), "extends=3 must be a file, or the name of a study of the package"),
     (("run", "{study_twice}"), "is no YAML: 'rounds' stands there twice, first in line "),

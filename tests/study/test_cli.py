@@ -27,7 +27,7 @@ from fedjax_meta.data.prepared import PREPARED
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import catalogue, descriptions, from_tree, system, terminal, to_tree, tuning
-from fedjax_meta.study.scenario import SHIFTS
+from fedjax_meta.study.scenario import SHIFTS, Scenario
 from tests.study.common import TREE, study
 
 runner = CliRunner()
@@ -414,12 +414,48 @@ def test_a_short_run_has_short_trials(file, tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["rounds"] == {"final": 1, "tuning": 1}
 
 
-def test_client_ids_that_are_no_ids_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda client: client, "not float64; client.astype(int) makes integers"),
+        (lambda client: client / 2, "not float64: sample 1 has 0.5, which names no client"),
+        (lambda client: np.where(client == 2, np.nan, client), "not float64: sample 2 has nan, which names no client"),
+        (lambda client: client.astype(str).astype(object), "names? .astype(str) makes text"),
+    ],
+)
+def test_client_ids_that_are_no_ids_are_named(change, message, tmp_path):
     y = np.arange(40) % 3
-    np.savez(tmp_path / "own.npz", x=np.ones((40, 4), np.float32), y=y, client=y / 2)
+    np.savez(tmp_path / "own.npz", x=np.ones((40, 4), np.float32), y=y, client=change(y.astype(float)))
     words = ["--systems", "fedavg", "--dataset", tmp_path / "own.npz", "--partition", "natural", "--dry-run"]
     code, text = said("run", *words)
-    assert code == 1 and "must hold integers or strings, not float64; client.astype(int) makes integers" in text
+    assert code == 1 and message in text
+
+
+def test_a_run_needs_a_folder_and_a_logger_that_can_be_made(file, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    code, text = said("run", file, "--out", tmp_path / "taken")
+    assert code == 1 and "taken is no folder" in text
+    (tmp_path / "no_logger.py").write_text("here = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, text = said("run", file, "--log", "no_logger:here", "--out", tmp_path / "run")
+    assert code == 1 and "logger no_logger:here must be a class or a function (folder, name), not 3" in text
+    code, text = said("run", file, "--log", "nope", "--out", tmp_path / "run")
+    assert code == 1 and "module:Name" in text and not (tmp_path / "run").exists()
+
+
+def test_a_split_of_a_file_that_a_partition_does_not_use_is_said(tmp_path):
+    x, y = np.random.default_rng(0).integers(0, 256, (2000, 5, 5), dtype=np.uint8), np.arange(2000) % 10
+    split = np.where(np.arange(2000) < 1500, "train", "test")
+    np.savez(tmp_path / "own.npz", x=x, y=y, client=np.arange(2000) // 8 % 5, split=split)
+    notes = {
+        partition: Scenario(dataset=str(tmp_path / "own.npz"), partition=partition).build().note
+        for partition in ("natural", "iid", "fedmeta_per_iid")
+    }
+    assert {name: "the array split of the file is not used" in note for name, note in notes.items()} == {
+        "natural": False,
+        "iid": True,
+        "fedmeta_per_iid": True,
+    }
 
 
 def test_a_study_in_several_processes_is_refused(file, tmp_path, monkeypatch):

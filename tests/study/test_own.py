@@ -64,7 +64,7 @@ def cut(labels, num_clients, *, seed, returns):
     order, sizes = np.arange(num_clients), np.ones(num_clients, int)
     found = {
         "one": order, "far": (order + len(labels) - 1, sizes), "many": (order, sizes + 1), "few": (order[1:], sizes[1:]),
-        "floats": (order / 2, sizes), "below": (order - 1, sizes),
+        "floats": (order / 2, sizes), "below": (order - 1, sizes), "twice": (np.repeat(order, 2), sizes * 2),
     }
     return found[returns]
 
@@ -229,6 +229,19 @@ def test_a_partition_of_ones_own_gets_targets_as_they_are():
     assert np.allclose(lowest, np.linspace(-1, 1, 60)[[0, 20, 40]])
 
 
+def test_the_note_says_which_samples_a_partition_of_ones_own_uses():
+    Path("part.py").write_text(
+        "import numpy as np\n\n\ndef half(labels, num_clients, *, seed, common=0):\n"
+        "    own = np.arange(common, 600).reshape(num_clients, -1)\n"
+        "    held = [np.concatenate([np.arange(common), mine]) for mine in own]\n"
+        "    return np.concatenate(held), [len(mine) for mine in held]\n"
+    )
+    note = Scenario(dataset="digits", partition="part:half", clients=6).build().note
+    assert "gives clients 600 of 1,797 samples" in note and "several" not in note
+    note = Scenario(dataset="digits", partition="part:half", options={"common": 60}, clients=6).build().note
+    assert "gives clients 600 of 1,797 samples, 60 of them to several clients" in note
+
+
 def test_files_that_the_code_imports_from_its_folder_count():
     text = "import helper, json\nfrom fedjax_meta import measures\n\n"
     text += "score = measures.mean('score', lambda outputs, y: outputs[:, 0])\n"
@@ -273,6 +286,11 @@ def test_files_that_the_code_imports_from_its_folder_count():
         ([*CUT, "cuts:cut(returns=far)"], "must be integers in [0, 1797)"),
         ([*CUT, "cuts:cut(returns=below)"], "must be integers in [0, 1797)"),
         ([*CUT, "cuts:cut(returns=floats)"], "order of partition cuts:cut"),
+        ([*CUT, "cuts:cut(returns=twice)"], "gives client 0 sample 0 2 times: it would train on samples of its own test"),
+        (
+            [*CUT, "iid", "--set", "scenarios.clients.server=5000"],
+            "server=5000 leaves no sample of digits for clients",
+        ),
         (
             [*CUT, "cuts:cut(returns=many)"],
             "sizes [20] with the sum S, not [20] and [20] with the sum 40",
