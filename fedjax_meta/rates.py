@@ -57,7 +57,9 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
     odd = next((name for name, value in first.items() if value.shape != ()), None)
     if odd is not None:
         raise ValueError(f"rates[{odd!r}] must give one number for a round, not an array {list(first[odd].shape)}")
-    base = build(task, **options, **{name: float(value) for name, value in first.items()})
+    # In a sweep, the start of a schedule may be traced, as any rate.
+    known = {name: value if isinstance(value, jax.core.Tracer) else float(value) for name, value in first.items()}
+    base = build(task, **options, **known)
     try:
         _check_server(base, at)
     except jax.errors.ConcretizationTypeError:

@@ -139,6 +139,20 @@ def test_a_server_rate_follows_an_optax_schedule():
     assert problems.distance(moved.model, run(3, half, server_lr=0.4).model) < 1e-12
 
 
+def test_a_sweep_may_be_over_the_start_of_a_schedule():
+    def build(lr):
+        return rates.scheduled(fm.fedavg, problems.task(), rates={"lr": optax.exponential_decay(lr, 1, 0.5)}, batch_size=5)
+
+    data, federation = problems.data(), fm.Federation(cohort_size=3, devices=1)
+    members = fm.sweeps.members(fm.sweeps.grid(lr=[0.1, 0.2]), [1])
+    state, _ = fm.sweep(build, members, data, rounds=3, federation=federation)
+    for number, lr in enumerate([0.1, 0.2]):
+        alone, _ = fm.simulate(build(lr), data, key=jax.random.key(1), rounds=3, federation=federation)
+        assert (
+            problems.distance(jax.tree.map(lambda leaf, i=number: leaf[i], state.model), alone.model) < 1e-7
+        )  # optax counts in float32
+
+
 def test_what_cannot_be_scheduled_is_refused():
     task = problems.task()
     for build, given, message in (
