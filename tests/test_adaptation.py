@@ -148,9 +148,7 @@ def test_a_sweep_may_be_over_the_start_of_a_schedule():
     state, _ = fm.sweep(build, members, data, rounds=3, federation=federation)
     for number, lr in enumerate([0.1, 0.2]):
         alone, _ = fm.simulate(build(lr), data, key=jax.random.key(1), rounds=3, federation=federation)
-        assert (
-            problems.distance(jax.tree.map(lambda leaf, i=number: leaf[i], state.model), alone.model) < 1e-7
-        )  # optax counts in float32
+        assert problems.distance(jax.tree.map(lambda leaf, i=number: leaf[i], state.model), alone.model) < 1e-7
 
 
 def test_what_cannot_be_scheduled_is_refused():
