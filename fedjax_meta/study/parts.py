@@ -154,6 +154,8 @@ def part(option: str, given: Any) -> Any:
         return None
     registry, as_factory = PARTS[option]
     if isinstance(given, str) and ":" in given and option in _PARSERS:
+        if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", given) and given.partition(":")[0] not in registry:
+            raise ValueError(f"{option} {given}: a study takes none of your own; in Python, give Federation({option}=...)")
         return _PARSERS[option](given)
     if not as_factory:
         return made(option, registry, given)

@@ -269,6 +269,10 @@ def test_files_that_the_code_imports_from_its_folder_count():
         (["--systems", "fails:x"], "importing fails raises ZeroDivisionError: division by zero"),
         (["--systems", "unreadable:x"], "importing unreadable raises SyntaxError: invalid syntax"),
         (["--systems", "fading"], "--systems='fading' is unknown"),
+        (
+            ["--systems", "fedavg(aggregator=my_rules:mean)"],
+            "aggregator my_rules:mean: a study takes none of your own; in Python",
+        ),
         (["--systems", "fedavg", "--model", "my_models:smal"], "has no attribute 'smal' (did you mean 'small'?)"),
         (["--systems", "fedavg", "--model", "my_models:small(widht=3)"], "takes no 'widht' (did you mean 'width'?)"),
         (["--systems", "fedavg", "--model", "my_models:fm"], "model my_models:fm must be a function that returns a Task"),
