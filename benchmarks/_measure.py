@@ -133,12 +133,8 @@ def write_row(path: Path | None, row: Mapping[str, Any]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-_OLD_CASES = {"S4": "MTFL"}
-"""Cases of `peers.py` that had another name in earlier rows."""
-
-
 def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """All rows of some files of JSON lines. Cases get their current names.
+    """All rows of some files of JSON lines.
 
     Raises:
       ValueError: a line that is no row; the message names file and line.
@@ -149,12 +145,7 @@ def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
         for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
             if line.strip():
                 rows.append(_row(line, f"{file}:{number}"))
-    return [
-        {**row, "case": _OLD_CASES[row["case"]]}
-        if row.get("benchmark") == "peers" and row.get("case") in [*_OLD_CASES]
-        else row
-        for row in rows
-    ]
+    return rows
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
@@ -223,16 +214,3 @@ def product_ceiling(size: int = 2048, repeats: int = 8) -> float:
             jax.block_until_ready(product(square, square))
             times.append(time.perf_counter() - begin)
     return 2 * size**3 / min(times) / 1e9
-
-
-def copy_rate(size: int = 2**26, repeats: int = 8) -> float:
-    """GB/s of copying a large float32 array on one device, counting reads and writes, the best of `repeats` runs."""
-    negate = jax.jit(lambda a: -a)
-    array = jax.device_put(np.ones(size, np.float32))
-    jax.block_until_ready(negate(array))
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(negate(array))
-        times.append(time.perf_counter() - begin)
-    return 8 * size / min(times) / 1e9

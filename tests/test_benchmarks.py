@@ -12,7 +12,6 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
 
 import check
-import roofline
 import scaling
 import start
 import systems
@@ -21,8 +20,6 @@ from _workloads import WORKLOADS, Workload, workload
 
 import fedjax_meta as fm
 from fedjax_meta import models
-
-COMMITTED = Path(check.__file__).parent / "results" / "cpu.jsonl"
 
 
 def write(path, rows):
@@ -70,31 +67,29 @@ def test_published_workloads_are_the_same_for_all_simulators(monkeypatch, case, 
     assert [options[name] for name in ("lr", "epochs", "batch_size")] == [work.lr, work.epochs, work.batch_size]
 
 
-# The roofline.
-
-
-def test_intensity_by_hand():
-    """MTFL: 20 samples per step, 879,200 FLOPs per sample; 200 x 784 + 200 + 400 + 200 x 200 + 200 + 2,010 parameters."""
-    parameters = 200 * 784 + 200 + 400 + 200 * 200 + 200 + 2010
-    assert roofline.intensity("MTFL") == pytest.approx(20 * 879_200 / (3 * 4 * parameters + 20 * 784))
-
-
-def test_cases_of_old_rows_get_their_current_names(tmp_path):
-    old = write(tmp_path / "rows.jsonl", [peer("torch", 1.0, "S4"), peer("torch", 1.0), point("cohort", "64", 1.0)])
-    assert [row["case"] for row in read_rows([old])] == ["MTFL", "W1", "64"]
-
-
-def test_every_workload_can_be_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(roofline, "copy_rate", lambda: 10.0)
-    row = {"benchmark": "peers", "peer": "fedjax_meta", "seconds": 1.0, "gflops": 50.0, "ceiling_gflops": 100.0}
-    rows = write(tmp_path / "rows.jsonl", [{**row, "case": name} for name in [*WORKLOADS, "W1-500"]])
-    for file in (rows, COMMITTED):
-        figure = tmp_path / f"{file.stem}.png"
-        roofline.main(file, figure)
-        assert figure.stat().st_size > 10_000
+@pytest.mark.parametrize("name", ["W1", "W2-50", "MTFL", "W3a-lenet-exact"])
+def test_operations_of_a_round_by_hand(name):
+    """Two for each weight and position: forward, the kernel's gradient, and the layer's input's, but for the images."""
+    layers = {
+        "mlp": ((784 * 100, 2), (100 * 10, 3)),
+        "mtfl_mlp": ((784 * 200, 2), (200 * 200, 3), (200 * 10, 3)),
+        "lenet": ((28**2 * 75 * 6, 2), (100 * 150 * 16, 3), (400 * 120, 3), (120 * 84, 3), (84 * 10, 3)),
+    }
+    case = workload(name)
+    sample = sum(2 * weights * passes for weights, passes in layers[case.model])
+    passes = {"W1": 1400, "W2-50": 1050, "MTFL": 300, "W3a-lenet-exact": 26 * (32 + 32 + 32)}[name]  # a product of the support
+    assert case.flops == case.cohort_size * passes * sample
 
 
 # The arithmetic of a round.
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_flops_are_those_of_a_program_for_a_cpu(monkeypatch, platform):
+    """Of a GPU's program XLA would not count what cuBLAS computes."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    found = compiled(lambda a, b: a @ b, np.ones((16, 32), np.float32), np.ones((32, 8), np.float32))
+    assert found.flops == 2 * 16 * 32 * 8
 
 
 def test_every_method_has_a_formula():
@@ -128,80 +123,203 @@ def point(axis, case, seconds):
     return {"benchmark": "scaling", "axis": axis, "case": case, "seconds": seconds, "platform": "cpu"}
 
 
-def gradient(estimator, seconds, k=1):
+def gradient(estimator, seconds, k=1, ratio=1.0):
     row = {"benchmark": "second_order", "model": "mlp", "support": 32, "query": 32, "k": k}
-    return {**row, "estimator": estimator, "seconds": seconds, "platform": "cpu"}
+    return {**row, "estimator": estimator, "seconds": seconds, "ratio": ratio, "platform": "cpu"}
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_flops_are_those_of_a_program_for_a_cpu(monkeypatch, platform):
-    """Of a GPU's program XLA would not count what cuBLAS computes."""
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    found = compiled(lambda a, b: a @ b, np.ones((16, 32), np.float32), np.ones((32, 8), np.float32))
-    assert found.flops == 2 * 16 * 32 * 8
+def system(name, ratio, samples=250):
+    row = {"benchmark": "systems", "model": "lenet", "clients": 10, "samples": samples, "batch_size": 50, "epochs": 5}
+    return {**row, "case": name, "seconds": 1.0, "ratio": ratio, "platform": "cpu"}
+
+
+def on_gpu(case, name, seconds, commit=None, **more):
+    row = {"benchmark": "accelerator", "part": "rounds", "case": case, "peer": name, "seconds": seconds, "platform": "gpu"}
+    return {**row, **({"commit": commit} if commit else {}), **more}
+
+
+def compared(old, new):
+    """By name, the committed and the new number."""
+    return {name: one[:2] for name, one in check.compare(old, new, 1.3)[0].items()}
+
+
+def worse(old, new):
+    return [name for name, one in check.compare(old, new, 1.3)[0].items() if one.worse]
 
 
 def test_fastest_other_simulator_is_in_both_files():
     old = [peer("fedjax_meta", 1.0), peer("torch", 4.0), peer("Flower", 2.0), peer("FedJAX", 0.1)]
-    new = [peer("fedjax_meta", 1.0), peer("torch", 3.0), peer("FedJAX", 0.5, "W4"), {"benchmark": "peers"}]
-    assert check.compare(old, new) == {"W1: fedjax_meta / fastest other": (1 / 4, 1 / 3)}
-    assert check.compare(old, [peer("fedjax_meta", 1.0)]) == {}
+    new = [peer("fedjax_meta", 1.0), peer("torch", 3.0), peer("FedJAX", 0.5, "W4"), {"benchmark": "peers", "platform": "cpu"}]
+    assert compared(old, new) == {"peers cpu W1 fedjax_meta: seconds / fastest other": (1 / 4, 1 / 3)}
+    assert compared(old, [peer("fedjax_meta", 1.0)]) == {}
 
 
-def test_each_case_is_compared_with_its_base():
+def test_first_rounds_and_the_results_of_others_are_compared():
+    def row(name, first, difference=None):
+        return {**peer(name, 1.0), "first_seconds": first, "difference": difference}
+
+    old = [row("fedjax_meta", 2.0), row("torch", 1.0, 1e-8), row("Flower", 5.0, 3e-4)]
+    first = "peers cpu W1 fedjax_meta: first_seconds / fastest other"
+    assert worse(old, [row("fedjax_meta", 3.9), row("torch", 1.0, 9e-5), row("Flower", 5.0, 2e-3)]) == []
+    assert worse(old, [row("fedjax_meta", 4.1), *old[1:]]) == [first]
+    for bad in (1.1e-4, float("nan")):
+        assert worse(old, [old[0], row("torch", 1.0, bad), old[2]]) == ["peers cpu W1 torch: difference"]
+    assert worse(old, [*old[:2], row("Flower", 5.0, 3.1e-3)]) == ["peers cpu W1 Flower: difference"]
+    assert (
+        compared(old, [*old[:2], row("Flower", 5.0, "no such module")]).keys().isdisjoint({"peers cpu W1 Flower: difference"})
+    )
+
+
+def test_each_point_of_an_axis_is_compared_with_its_base():
     rows = [
-        *(point("population", n, s) for n, s in (("1000", 2.0), ("1000000", 3.0))),
+        *(point("cohort", n, s) for n, s in (("1", 1.0), ("64", 16.0))),
+        *(point("population", n, s) for n, s in (("100", 2.0), ("1000000", 3.0))),
         *(point("store", n, s) for n, s in (("device, 1000", 1.0), ("files, 1000", 5.0), ("files, 9", 7.0))),
         *(point("skew", n, s) for n, s in (("equal", 1.0), ("skewed", 1.5))),
         *(point("skew", f"{n}, 1 device", s) for n, s in (("equal", 2.0), ("skewed", 2.5))),
         *(point("devices", n, s) for n, s in (("1", 1.0), ("2", 0.625))),
-        point("cohort", "64", 1.0),
-        gradient("first order", 4.0),
-        gradient("exact", 5.0),
-        gradient("torch.func, exact", 9.0),
-        gradient("exact", 5.0, k=2),
+        *(point("checkpoint", n, s) for n, s in (("save, 1000", 1.0), ("save, 100000", 50.0))),
     ]
-    assert check.ratios(check.times(rows)) == {
-        "population: 1000000 / 1000": 1.5,
-        "store: files, 1000 / device, 1000": 5.0,
-        "skew: skewed / equal": 1.5,
-        "skew: skewed, 1 device / equal, 1 device": 1.25,
-        "devices: 2 / 1": 0.625,
-        "mlp 32 32 1: exact / first order": 1.25,
+    found = {
+        "cohort 64: seconds / 1": 16.0,
+        "population 1000000: seconds / 100": 1.5,
+        "store files, 1000: seconds / device, 1000": 5.0,
+        "skew skewed: seconds / equal": 1.5,
+        "skew skewed, 1 device: seconds / equal, 1 device": 1.25,
+        "devices 2: seconds / 1": 0.625,
+    }
+    assert compared(rows, rows) == {f"scaling cpu {name}": (value, value) for name, value in found.items()}
+    # Rows of two runs are one in the file: what a row says of its own run counts.
+    own = [point("cohort", "1", 9.0), {**point("cohort", "64", 16.0), "against": "1", "ratio": 20.0}]
+    assert compared(rows, own) == {"scaling cpu cohort 64: seconds / 1": (16.0, 20.0)}
+
+
+def test_what_rows_say_of_their_own_run_is_compared():
+    """Systems and estimators were timed in several runs, whose seconds cannot be divided by each other."""
+    names = ("first order", "exact", "implicit, 5 CG", "reptile", "reverse over reverse", "torch.func, exact")
+    old = [gradient(name, 7.0, ratio=2.0) for name in names] + [gradient("exact", 1.0, k=2, ratio=2.0)]
+    new = [gradient(name, 1.0, ratio=2.7) for name in names]
+    assert worse(old, new) == [
+        f"second_order cpu mlp 32 32 1 {name}: ratio" for name in ("exact", "implicit, 5 CG", "reptile")
+    ]
+    old = [system("fedavg", 1.0), system("ditto", 2.0), system("apfl", 2.0, samples=100)]
+    assert worse(old, [system("fedavg", 1.0), system("ditto", 2.5)]) == []
+    assert worse(old, [system("ditto", 2.7), system("apfl", 9.0)]) == ["systems cpu lenet 10 250 50 5 ditto: ratio"]
+
+
+def test_rounds_of_a_gpu_are_compared_with_pytorch_of_the_same_run_or_with_one_case():
+    old = [
+        on_gpu("W1-50", "torch.func.vmap", 1.0, "day1"),
+        on_gpu("W1-50", "fedjax_meta", 9.0, "day1"),
+        on_gpu("W2-50", "fedjax_meta", 4.0, "day2", precision="float32"),
+        on_gpu("W1-50", "fedjax_meta", 2.0, "day2", precision="float32"),
+        on_gpu("W1-50", "fedjax_meta", 1.0, "day2", precision="tf32"),
+        on_gpu("W2-50", "torch", 40.0, "day2"),
+    ]
+    new = [on_gpu("W2-50", "fedjax_meta", 4.0), on_gpu("W2-50", "torch", 20.0)]
+    new += [on_gpu("W1-50", "fedjax_meta", 3.0), on_gpu("W1-50", "torch.func.vmap", 6.0)]
+    start = "accelerator rounds gpu float32"
+    assert compared(old, new) == {
+        f"{start} W2-50 fedjax_meta: seconds / fastest other": (0.1, 0.2),
+        f"{start} W1-50 fedjax_meta: seconds / W2-50 fedjax_meta": (0.5, 0.75),
     }
 
 
-def test_committed_rows_have_every_kind_of_ratio():
-    rows = read_rows([COMMITTED])
-    both = check.compare(rows, rows)
-    kinds = ("W1: ", "MTFL: ", "population: ", "store: ", "skew: ", "devices: ", "mlp 32 32 1: exact", ": ditto / fedavg")
-    assert all(any(kind in name for name in both) for kind in kinds)
-    assert all(old == new for old, new in both.values())
+def test_other_platforms_are_not_compared():
+    old = [gradient("exact", 1.0, ratio=1.5), {**gradient("exact", 1.0, ratio=2.0), "platform": "gpu"}]
+    assert compared(old, old[1:]) == {"second_order gpu mlp 32 32 1 exact: ratio": (2.0, 2.0)}
+    assert check.compare(old, old[1:], 1.3)[1] == {}
+
+
+@pytest.mark.parametrize("name", check.FILES)
+def test_committed_rows_equal_themselves(name, capsys):
+    """Rows of a slow hour in a file beside them change nothing."""
+    check.main(check.RESULTS / name)
+    said = capsys.readouterr().out
+    assert "not compared" not in said
+    rows = read_rows([check.RESULTS / name])
+    both, lacking = check.compare(read_rows(check.RESULTS / one for one in check.FILES), rows, 1.3)
+    assert not lacking and all(one.old == one.new for one in both.values())
+    kinds = {
+        "cpu.jsonl": (
+            "peers cpu W1 ",
+            "peers cpu MTFL ",
+            "cohort 64: ",
+            "population 1000: ",
+            "store files",
+            "skew skewed",
+            "devices 2",
+            "mlp 32 32 1 exact: ",
+            "lenet 32 32 4 implicit, 5 CG: ",
+            " 250 50 5 mocha: ",
+            " 100 50 5 ditto: ",
+        ),
+        "accelerator.jsonl": ("W1-5 fedjax_meta: ", "W2-50 fedjax_meta: ", "tf32 W4-50 ", "lenet 32 32 5 exact: "),
+        "static.jsonl": ("static cuda h200 5 W1: kernels", "static tpu v5e 5 MTFL: temp_bytes"),
+    }
+    assert all(any(kind in one for one in both) for kind in kinds[name])
+
+
+def test_a_round_that_takes_half_as_long_again_fails(tmp_path, capsys):
+    rows = read_rows([check.RESULTS / "cpu.jsonl"])
+    slower = [
+        {**row, "seconds": 1.5 * row["seconds"]} if row.get("peer") == "fedjax_meta" and row["case"] == "W1" else row
+        for row in rows
+    ]
+    with pytest.raises(typer.Exit) as stopped:
+        check.main(write(tmp_path / "new.jsonl", slower))
+    assert stopped.value.exit_code == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grew too much")]
+    assert said == ["grew too much: peers cpu W1 fedjax_meta: seconds / fastest other"]
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        {"benchmark": "peers", "case": "W4", "peer": "fedjax_meta", "error": "it broke", "platform": "cpu"},
+        {"benchmark": "systems", "case": "ditto", "error": "it broke", "platform": "cpu"},
+        {"benchmark": "accelerator", "part": "methods", "method": "ditto", "error": "it broke", "platform": "gpu"},
+    ],
+    ids=lambda row: row["benchmark"],
+)
+def test_what_fails_of_this_library_is_named_and_what_is_lacking_counted(failed, tmp_path, capsys):
+    (tmp_path / "results").mkdir()
+    old = [peer("fedjax_meta", 1.0), peer("torch", 2.0), peer("fedjax_meta", 1.0, "W4"), peer("torch", 2.0, "W4")]
+    write(tmp_path / "results" / "cpu.jsonl", [*old, system("ditto", 2.0), system("apfl", 2.0)])
+    other = {"benchmark": "peers", "case": "W4", "peer": "Flower", "error": "it broke", "platform": "cpu"}
+    good = [*old[:2], system("apfl", 2.0), other]
+    check.main(write(tmp_path / "good.jsonl", good), tmp_path / "results")
+    assert "not compared, because the new rows lack it: 1 of peers, 1 of systems" in capsys.readouterr().out
+    for rows in ([*good, failed], [failed]):
+        with pytest.raises(typer.Exit):
+            check.main(write(tmp_path / "bad.jsonl", rows), tmp_path / "results")
+        said = capsys.readouterr().out
+        assert f"failed: {failed['benchmark']}" in said and "it broke" in said
 
 
 def test_a_larger_ratio_fails(tmp_path):
     committed = tmp_path / "results"
     committed.mkdir()
-    write(committed / "cpu.jsonl", [gradient("first order", 1.0), gradient("exact", 1.5)])
-    new = write(tmp_path / "new.jsonl", [gradient("first order", 2.0), gradient("exact", 3.6)])
-    check.main(new, committed, "cpu", 1.25)
+    write(committed / "cpu.jsonl", [gradient("exact", 1.0, ratio=1.5)])
+    new = write(tmp_path / "new.jsonl", [gradient("exact", 1.0, ratio=1.8)])
+    check.main(new, committed, 1.25)
     with pytest.raises(typer.Exit) as stopped:
-        check.main(new, committed, "cpu", 1.15)
+        check.main(new, committed, 1.15)
     assert stopped.value.exit_code == 1
-    with pytest.raises(typer.BadParameter, match="no ratio of platform='gpu' in common"):
-        check.main(new, committed, "gpu", 1.3)
+    with pytest.raises(typer.BadParameter, match="have nothing in common"):
+        check.main(write(tmp_path / "gpu.jsonl", [{**gradient("exact", 1.0, ratio=1.8), "platform": "gpu"}]), committed, 1.3)
 
 
 def test_a_static_number_may_hardly_grow_and_no_loop_may_begin_to_wait(tmp_path):
     committed = tmp_path / "results"
     committed.mkdir()
     row = {"benchmark": "static", "target": "h200", "case": "W1", "cohort": 5, "kernels": 18, "waits": 0, "step_bytes": 100.0}
-    row["temp_bytes"] = 200.0
+    row |= {"temp_bytes": 200.0, "platform": "cuda"}
     write(committed / "static.jsonl", [row])
-    check.main(write(tmp_path / "same.jsonl", [{**row, "step_bytes": 104.0}]), committed, "cpu", 1.3)
+    check.main(write(tmp_path / "same.jsonl", [{**row, "step_bytes": 104.0}]), committed, 1.3)
     for worse in ({"waits": 1}, {"kernels": 20}, {"temp_bytes": 211.0}):
         with pytest.raises(typer.Exit):
-            check.main(write(tmp_path / "worse.jsonl", [{**row, **worse}]), committed, "cpu", 1.3)
+            check.main(write(tmp_path / "worse.jsonl", [{**row, **worse}]), committed, 1.3)
 
 
 # Scaling.

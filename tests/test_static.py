@@ -171,11 +171,11 @@ def test_more_kernels_fail_and_rows_of_other_benchmarks_are_passed_over(tmp_path
     committed.mkdir()
     published = {"benchmark": "published", "case": "A", "rounds": 5, "seconds": 66.0, "platform": "cpu"}
     write(committed / "static.jsonl", [row("W1", kernels=99), row("W1"), row("W2"), published])
-    check.main(write(tmp_path / "same.jsonl", [row("W1"), published]), committed, "cpu", 1.1)
+    check.main(write(tmp_path / "same.jsonl", [row("W1"), published]), committed, 1.1)
     with pytest.raises(typer.Exit):
-        check.main(write(tmp_path / "more.jsonl", [row("W1", kernels=45)]), committed, "cpu", 1.1)
+        check.main(write(tmp_path / "more.jsonl", [row("W1", kernels=45)]), committed, 1.1)
     with pytest.raises(ValueError, match="kernels=0 must be finite and above 0"):
-        check.main(write(tmp_path / "odd.jsonl", [{**row("W1"), "kernels": 0}]), committed, "cpu", 1.1)
+        check.main(write(tmp_path / "odd.jsonl", [{**row("W1"), "kernels": 0}]), committed, 1.1)
 
 
 def test_cohorts_of_500_fit_the_memory_of_a_device():

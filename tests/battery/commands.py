@@ -411,17 +411,9 @@ BENCHMARKS = {
         (("{rows_keys}",), "a row of systems", "lacks 'model'"),
         (("{rows_values}",), "has case=['W1'], which is no plain value"),
         (("{rows_benchmark}",), "has seconds, but benchmark=3"),
-        (("{rows_empty}",), "have no ratio of platform='cpu' in common"),
+        (("{rows_empty}",), "have nothing in common that is compared"),
         (("{rows_empty}", "--allowance", "-1"), "--allowance=-1.0 must be finite and above 0"),
         (("{tmp}",), "error"),
-    ],
-    "roofline": [
-        (("{rows_empty}",), "has no rows of peers.py"),
-        (("{rows_keys_peers}",), "a row of peers", "lacks 'peer'"),
-        (("{rows_flops}",), "gflops=-1 must be finite and above 0"),
-        (("{rows_case}",), "'W99' is unknown; allowed are W1"),
-        (("{rows_good}", "--figure", "{tmp}/a.txt"), "the ending of --figure='.txt' is unknown"),
-        (("{rows_good}", "--figure", "{taken}/a.png"), "--figure='{taken}/a.png' cannot be written"),
     ],
     "scaling": [
         (("--axis", "sclae"), "axis='sclae' is unknown"),

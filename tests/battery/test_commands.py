@@ -20,7 +20,7 @@ from tests.programs import module_of  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-PEER = {"benchmark": "peers", "case": "W1", "peer": "torch", "seconds": 1.0, "gflops": 1.0, "ceiling_gflops": 2.0}
+PEER = {"benchmark": "peers", "case": "W1", "peer": "torch", "seconds": 1.0}
 ROW_FILES = {
     "rows_no_json": json.dumps(PEER) + "\nthis is no row\n",
     "rows_list": "[1, 2]\n",
@@ -29,14 +29,10 @@ ROW_FILES = {
     "rows_zero": json.dumps({**PEER, "seconds": 0}),
     "rows_nan": '{"benchmark": "peers", "seconds": NaN}',
     "rows_text": json.dumps({**PEER, "seconds": "fast"}),
-    "rows_keys": json.dumps({"benchmark": "systems", "seconds": 1.0, "platform": "cpu"}),
+    "rows_keys": json.dumps({"benchmark": "systems", "seconds": 1.0, "ratio": 1.0, "platform": "cpu"}),
     "rows_values": json.dumps({**PEER, "case": ["W1"], "platform": "cpu"}),
     "rows_benchmark": json.dumps({"benchmark": 3, "seconds": 1.0}),
     "rows_empty": "\n",
-    "rows_keys_peers": json.dumps({"benchmark": "peers", "case": "W1", "seconds": 1.0}),
-    "rows_flops": json.dumps({**PEER, "gflops": -1}),
-    "rows_case": json.dumps({**PEER, "case": "W99"}),
-    "rows_good": json.dumps(PEER),
 }
 STUDY = """title: own data
 rounds: 2
