@@ -6,10 +6,10 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -41,6 +41,14 @@ def environment() -> dict[str, Any]:
     }
 
 
+def compile_anew() -> None:
+    """Turns JAX's cache of compiled programs off, also the one that `JAX_COMPILATION_CACHE_DIR` names.
+
+    A program from a cache would hide what compiling costs. Call it before anything is compiled.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 class Program(NamedTuple):
     """A compiled function with XLA's analysis of it.
 
@@ -59,9 +67,9 @@ class Program(NamedTuple):
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
-    """Compiles `function` for these arguments."""
+    """Compiles `function` for these arguments, as a run compiles its programs."""
     begin = time.perf_counter()
-    program = jax.jit(function).lower(*arguments).compile()
+    program = runtime.compiled(jax.jit(function).lower(*arguments))
     seconds = time.perf_counter() - begin
     memory = program.memory_analysis()
     return Program(program, seconds, _flops(program, function, arguments), memory.temp_size_in_bytes if memory else 0)
@@ -79,9 +87,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf))
 
 
+Name = TypeVar("Name", bound=Hashable)
+
+
 def interleaved(
-    cases: Mapping[str, Callable[[], Any]], *, repeats: int = 30, min_seconds: float = 0.005
-) -> dict[str, np.ndarray]:
+    cases: Mapping[Name, Callable[[], Any]], *, repeats: int = 30, min_seconds: float = 0.005
+) -> dict[Name, np.ndarray]:
     """Times all cases in turns, so that a change in the machine's speed affects all of them alike.
 
     Args:
@@ -98,7 +109,7 @@ def interleaved(
         begin = time.perf_counter()
         case()
         calls[name] = max(1, int(min_seconds / max(time.perf_counter() - begin, 1e-9)))
-    times: dict[str, list[float]] = {name: [] for name in cases}
+    times: dict[Name, list[float]] = {name: [] for name in cases}
     order = list(cases)
     shuffle = np.random.default_rng(0)
     for _ in range(repeats):

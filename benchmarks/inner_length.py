@@ -29,6 +29,7 @@ from fedjax_meta import checks, meta
 from fedjax_meta.types import Params
 
 VOCABULARY, EMBEDDED, RATE = 80, 8, 0.1
+STEPS = (1, 4, 16, 64, 256, 1000)
 BYTES = 4
 
 
@@ -126,11 +127,14 @@ def torch_bytes(steps: int, hidden: int, sequences: int, length: int) -> int:
 
 
 def main(
-    steps: Annotated[str, typer.Option(help="Inner steps, separated by commas.")] = "1,4,16,64,256,1000",
-    hidden: Annotated[int, typer.Option(help="States of the LSTM.")] = 256,
-    sequences: Annotated[int, typer.Option(help="Sequences in support and query.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 20,
-    budget_mib: Annotated[int, typer.Option(help="Budget of memory for the gradient of one client.")] = 1024,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help=f"Inner steps; by default {', '.join(map(str, STEPS))}.", show_default=False),
+    ] = None,
+    hidden: Annotated[int, typer.Option(min=1, help="States of the LSTM.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in support and query.")] = 4,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 20,
+    budget_mib: Annotated[int, typer.Option(min=1, help="Budget of memory for the gradient of one client.")] = 1024,
     torch_steps: Annotated[int, typer.Option(help="Only PyTorch with this many steps; prints its bytes.", hidden=True)] = 0,
     output: Annotated[Path | None, typer.Option(help="File of JSON lines to append to.")] = None,
 ) -> None:
@@ -139,19 +143,11 @@ def main(
     \b
     Examples:
       python benchmarks/inner_length.py
-      python benchmarks/inner_length.py --steps 1,64,1000 --budget-mib 512
+      python benchmarks/inner_length.py --steps 1 --steps 64 --budget-mib 512
 
     If PyTorch is installed, its memory is measured (growth of a process's peak), up to the first number of steps beyond the
     budget. The other numbers are the memory that XLA states for the compiled program, without parameters and data.
     """
-    try:
-        counts = [int(k) for k in steps.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"steps={steps!r} must be integers separated by commas, e.g. 1,64,1000") from None
-    for name, value in (("--hidden", hidden), ("--sequences", sequences), ("--length", length), ("--budget-mib", budget_mib)):
-        checks.count(name, value)
-    for k in counts:
-        checks.count("--steps", k)
     if torch_steps:
         print(json.dumps(torch_bytes(torch_steps, hidden, sequences, length)))
         return
@@ -162,7 +158,7 @@ def main(
     for column in ("k", "parameters", "first order", "exact", "bound", "reverse mode", "PyTorch create_graph"):
         table.add_column(column, justify="right")
     within = True
-    for k in counts:
+    for k in steps or STEPS:
         row: dict[str, Any] = {"benchmark": "inner_length", "k": k, "hidden": hidden, "sequences": sequences, "length": length}
         row |= memory(k, hidden, sequences, length)
         row |= {"bound": row["first order"] + 3 * math.sqrt(k) * row["tree"], "budget": 2**20 * budget_mib}

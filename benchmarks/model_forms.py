@@ -1,13 +1,10 @@
 """Times the alternative forms of convolution, pooling, dense layers and whole models that `fedjax_meta.layers` chooses from.
 
-`python benchmarks/model_forms.py` prints one table for each part; `--output FILE` also writes one JSON row for each case. The
-cases of a part take turns, so that a busy machine affects all of them alike.
+`python benchmarks/model_forms.py` prints one table for each part; `--output FILE` also appends one JSON row for each case. The
+cases of a part take turns, so that a busy machine affects all of them alike. They are compiled as a run compiles its programs.
 """
 
-import json
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _measure import as_program, check_outputs
+from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
 from jax import lax
 
 import fedjax_meta as fm
 from fedjax_meta import checks, layers, models
+from fedjax_meta.blocks import Compiled
 from fedjax_meta.types import Variables
 
 Cases = dict[tuple[str, str], Callable[[], Any]]
@@ -40,6 +38,12 @@ def _normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+def _case(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """A call of a function that is compiled when it is first made."""
+    program = Compiled(jax.jit(function))
+    return lambda: jax.block_until_ready(program(*arguments))
+
+
 def _gradients(name: str, form: str, scalar: Callable[..., jax.Array], argument: Any, *rest: Any) -> Iterator[tuple[Any, Any]]:
     """Two cases: the gradient with respect to the first argument, and the gradient with a Hessian-vector product."""
     gradient = jax.grad(scalar)
@@ -47,8 +51,8 @@ def _gradients(name: str, form: str, scalar: Callable[..., jax.Array], argument:
     def curvature(argument: Any, *rest: Any) -> Any:
         return jax.jvp(lambda a: gradient(a, *rest), (argument,), (argument,))
 
-    yield (f"{name}, gradient", form), partial(jax.jit(gradient), argument, *rest)
-    yield (f"{name}, gradient and HVP", form), partial(jax.jit(curvature), argument, *rest)
+    yield (f"{name}, gradient", form), _case(gradient, argument, *rest)
+    yield (f"{name}, gradient and HVP", form), _case(curvature, argument, *rest)
 
 
 def convolution_cases() -> Cases:
@@ -70,9 +74,9 @@ def convolution_cases() -> Cases:
                 windows = layers.convolution_windows(*argument, padding=padding, **options)
                 return jnp.sum(layers.pool_windows(windows) ** 2)
 
-            cases[f"{name}, gradient", form] = partial(jax.jit(jax.grad(scalar)), (x, kernel))
+            cases[f"{name}, gradient", form] = _case(jax.grad(scalar), (x, kernel))
             clients = jnp.stack([x] * 5), jnp.stack([kernel] * 5)
-            cases[f"{name}, gradient of 5 clients", form] = partial(jax.jit(jax.vmap(jax.grad(scalar))), clients)
+            cases[f"{name}, gradient of 5 clients", form] = _case(jax.vmap(jax.grad(scalar)), clients)
     return cases
 
 
@@ -115,9 +119,9 @@ def dense_cases() -> Cases:
         def step(kernel: jax.Array, x: jax.Array, product: Any = product) -> jax.Array:
             return kernel - 0.1 * jax.grad(lambda kernel: jnp.sum(jnp.sin(product(x, kernel))))(kernel)
 
-        cases["dense step, batch 32", form] = partial(jax.jit(step), _normal(0, *shape), _normal(1, 32, 784))
+        cases["dense step, batch 32", form] = _case(step, _normal(0, *shape), _normal(1, 32, 784))
         clients = _normal(0, 100, *shape), _normal(1, 100, 20, 784)
-        cases["dense step, 100 clients of 20", form] = partial(jax.jit(jax.vmap(step)), *clients)
+        cases["dense step, 100 clients of 20", form] = _case(jax.vmap(step), *clients)
     return cases
 
 
@@ -152,9 +156,9 @@ def model_cases() -> Cases:
         def vmapped(variables: Variables, batches: fm.Batch, client: Any = client) -> Variables:
             return jax.tree.map(lambda leaf: leaf.mean(0), jax.vmap(client, (None, 0))(variables, batches))
 
-        cases[f"{name}, 5 clients x 33 steps streamed", form] = partial(jax.jit(streamed), variables, batches)
+        cases[f"{name}, 5 clients x 33 steps streamed", form] = _case(streamed, variables, batches)
         if form != "lax" or jax.default_backend() != "cpu":  # on a CPU a grouped convolution takes minutes
-            cases[f"{name}, 5 clients x 33 steps vmapped", form] = partial(jax.jit(vmapped), variables, batches)
+            cases[f"{name}, 5 clients x 33 steps vmapped", form] = _case(vmapped, variables, batches)
     return cases
 
 
@@ -166,33 +170,24 @@ PARTS: dict[str, Callable[[], Cases]] = {
 }
 
 
-def measure(cases: Cases, repeats: int) -> list[dict[str, Any]]:
-    """Minimum and median milliseconds of each case over interleaved repeats, after one call that compiles."""
-    for run in cases.values():
-        jax.block_until_ready(run())
-    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
-    for _ in range(repeats):
-        for case, run in cases.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[case].append(time.perf_counter() - start)
-    return [
-        {
-            "case": name,
-            "form": form,
-            "backend": jax.default_backend(),
-            "min_ms": 1e3 * min(times),
-            "median_ms": 1e3 * float(np.median(times)),
-        }
-        for (name, form), times in seconds.items()
-    ]
+def chosen_cases(parts: list[str], only: str) -> dict[str, Cases]:
+    """By part, its cases whose name contains `only`.
+
+    Raises:
+      ValueError: there is none.
+    """
+    every = {part: PARTS[part]() for part in parts}
+    found = {part: {case: run for case, run in cases.items() if only in case[0]} for part, cases in every.items()}
+    if not any(found.values()):
+        checks.one_of("--only", only, sorted({name.partition(",")[0] for cases in every.values() for name, _ in cases}))
+    return found
 
 
 def main(
     part: Annotated[list[str] | None, typer.Option(help=f"Parts to time: {', '.join(PARTS)}; all by default.")] = None,
     only: Annotated[str, typer.Option(help="Time only cases whose name contains this text.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Number of timed calls of each case.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="File for one JSON row per case; it is overwritten.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.")] = None,
 ) -> None:
     """Times the forms side by side and prints them, fastest first.
 
@@ -201,22 +196,23 @@ def main(
       python benchmarks/model_forms.py
       python benchmarks/model_forms.py --part dense --repeats 5
     """
-    fm.use_all_cores()
     chosen = part or list(PARTS)
     for name in chosen:
         checks.one_of("--part", name, PARTS)
     check_outputs(output)
-    rows = []
-    for name in chosen:
-        cases = {case: run for case, run in PARTS[name]().items() if only in case[0]}
-        measured = measure(cases, repeats)
-        rows += measured
-        for case in dict.fromkeys(row["case"] for row in measured):
-            print(case)
-            for row in sorted((row for row in measured if row["case"] == case), key=lambda row: row["min_ms"]):
-                print(f"  {row['form']:24} min {row['min_ms']:9.3f} ms   median {row['median_ms']:9.3f} ms")
-    if output is not None:
-        output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fm.use_all_cores()
+    about = environment()
+    for name, cases in chosen_cases(chosen, only).items():
+        times = interleaved(cases, repeats=repeats)
+        spreads = {case: Spread.of(seconds) for case, seconds in times.items()}
+        for title in dict.fromkeys(case for case, _ in cases):
+            print(title)
+            forms = sorted((times[case].min(), case[1], spreads[case]) for case in cases if case[0] == title)
+            for least, form, spread in forms:
+                print(f"  {form:24} min {1e3 * least:9.3f} ms   median {1e3 * spread.median:9.3f} ms")
+                row = {"part": name, "case": title, "form": form, "seconds": spread.median, "low": spread.low}
+                row |= {"high": spread.high, "min": float(least)}
+                write_row(output, {"benchmark": "model_forms", **row, **about})
 
 
 if __name__ == "__main__":

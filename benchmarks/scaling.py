@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from _measure import Spread, as_program, check_outputs, environment, interleaved, write_row
+from _measure import Spread, as_program, check_outputs, compile_anew, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 
@@ -78,7 +78,7 @@ class Run:
 
         begin = time.perf_counter()
         jitted = jax.jit(block, donate_argnums=0, out_shardings=places)
-        self._program = jitted.lower(self._state, *self._rest).compile()
+        self._program = runtime.compiled(jitted.lower(self._state, *self._rest))  # as `simulate` does
         self.compile_seconds = time.perf_counter() - begin
         self.temp_bytes = self._program.memory_analysis().temp_size_in_bytes
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((self._state.personal, self._state.memory)))
@@ -276,10 +276,6 @@ def main(
       python benchmarks/scaling.py --axis population
       python benchmarks/scaling.py --axis store --repeats 3
     """
-    fm.use_all_cores(compile_cache=False)
-    if worker:
-        one_count_of_devices()
-        return
     axes = axis or list(AXES)
     for name in axes:
         least = {"population": 100, "store": 100, "checkpoint": 1000}.get(name, 1)
@@ -289,6 +285,11 @@ def main(
             )
         checks.one_of("--axis", name, AXES)
     check_outputs(output)
+    compile_anew()
+    fm.use_all_cores()
+    if worker:
+        one_count_of_devices()
+        return
     console, about = Console(width=max(Console().width, 120)), environment()
     for name in axes:
         table = Table(name, "seconds", "quartiles", "ratio", "compile (s)", "clients' rows", "peak memory")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _measure import Program, Spread, as_program, check_outputs, compiled, environment, interleaved, write_row
+from _measure import Program, Spread, as_program, check_outputs, compile_anew, compiled, environment, interleaved, write_row
 from jax.flatten_util import ravel_pytree
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,7 @@ from fedjax_meta.trajectory import hessian_product
 from fedjax_meta.types import Params, Updates
 
 RATE = 0.01
+STEPS = (1, 2, 4, 8, 16, 32)
 PROX_WEIGHT = 2.0
 
 Loss = Callable[[Params, fm.Batch], jax.Array]
@@ -137,6 +138,7 @@ def torch_cases(
     """
     try:
         import torch
+        from _torch_peers import network
         from torch import func, nn
     except ImportError:
         return {}
@@ -144,13 +146,7 @@ def torch_cases(
         torch.set_num_threads(threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
-    if model == "mlp":
-        net = nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
-    else:
-        convolutions = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
-        dense = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
-        net = nn.Sequential(*convolutions, nn.Flatten(), *dense)
-    net = net.to(device)
+    net = network(model).to(device)
     theta = {name: leaf.detach().clone() for name, leaf in net.named_parameters()}
 
     def to_torch(x: Any, y: Any) -> tuple[Any, Any]:
@@ -193,15 +189,19 @@ def torch_cases(
         "torch.func, exact": lambda: finish(outer(theta)),
     }
     if compile_too:
-        fast = torch.compile(outer)
-        cases["torch.compile(torch.func), exact"] = lambda: finish(fast(theta))
+        forms = {"": "default"} | ({", CUDA graphs": "reduce-overhead"} if device == "cuda" else {})
+        for name, mode in forms.items():
+            cases[f"torch.compile(torch.func){name}, exact"] = lambda fast=torch.compile(outer, mode=mode): finish(fast(theta))
     return cases
 
 
 def bench(
     *,
     model: Annotated[str, typer.Option(help="mlp (784-100-10) or lenet (CIFAR-10 size).")] = "mlp",
-    steps: Annotated[str, typer.Option(help="Numbers of inner steps k, separated by commas.")] = "1,2,4,8,16,32",
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help=f"Inner steps k; by default {', '.join(map(str, STEPS))}.", show_default=False),
+    ] = None,
     support: Annotated[int, typer.Option(min=1, help="Support samples; every inner step uses all of them.")] = 32,
     query: Annotated[int, typer.Option(min=1, help="Query samples.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Number of times that each estimator is timed.")] = 30,
@@ -233,15 +233,10 @@ def bench(
             proximal term) and Reptile's gradient is divided by rate * k, so
             their difference is expected
     """
-    fm.use_all_cores(compile_cache=False)
     checks.one_of("--model", model, ("mlp", "lenet"))
-    try:
-        counts = [int(k) for k in steps.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"steps={steps!r} must be integers separated by commas, e.g. 1,2,4") from None
-    for count in counts:
-        checks.count("--steps", count)
     check_outputs(output, figure)
+    compile_anew()
+    fm.use_all_cores()
     where = environment()
     console = Console(width=160)
     title = f"{model}, {support} support and {query} query samples, {where['device']}, JAX {where['jax']}"
@@ -249,7 +244,7 @@ def bench(
     for column in ("k", "estimator", "time ms", "/FO", "best", "floor", "compile s", "GFLOP", "temp trees", "cosine", "error"):
         table.add_column(column, justify="left" if column == "estimator" else "right")
     rows = []
-    for k in counts:
+    for k in steps or STEPS:
         options = {"repeats": repeats, "peers": peers, "compile_peers": compile_peers, "torch_threads": torch_threads}
         say = partial(console.print, style="dim", highlight=False)
         with jax.default_matmul_precision("float32"):  # as rounds compute; a GPU's own precision is TF32

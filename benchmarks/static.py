@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _measure import as_program, check_outputs, environment, write_row
+from _measure import as_program, check_outputs, compile_anew, environment, write_row
 from _targets import TARGETS, described
 from _workloads import MODELS, Workload, workload
 from jax.sharding import SingleDeviceSharding
@@ -120,7 +120,7 @@ def main(
         list[str] | None, typer.Option(help=f"{', '.join((*WORKLOADS, *METHODS))}; by default all.", show_default=False)
     ] = None,
     cohort: Annotated[
-        list[int] | None, typer.Option(help="Clients per round; by default 5, 50, 500.", show_default=False)
+        list[int] | None, typer.Option(min=1, help="Clients per round; by default 5, 50, 500.", show_default=False)
     ] = None,
     lanes: Annotated[int | None, typer.Option(help="Number of lanes; by default as many as fit.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.", show_default=False)] = None,
@@ -137,8 +137,7 @@ def main(
     for name in chosen:
         checks.one_of("--case", name, (*WORKLOADS, *METHODS))
     described(target)
-    # A program from the cache would say nothing of the compiler.
-    jax.config.update("jax_enable_compilation_cache", False)
+    compile_anew()
     step = ("kernels a step", "waits", "MB a step", "GFLOP a step", "at best (us)")
     headings = ("case", "cohort", *step, "memory (MB)", "compiled (s)")
     console, table = Console(), Table(*headings, box=None)

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import typer
-from _measure import as_program, check_outputs, environment, write_row
+from _measure import as_program, check_outputs, compile_anew, environment, write_row
 from _workloads import WORKLOADS
 from rich.console import Console
 
 import fedjax_meta as fm
-from fedjax_meta import checks, models
+from fedjax_meta import models
 from fedjax_meta.sweeps import grid, members, sweep
 
 FEDERATION = fm.Federation(cohort_size=WORKLOADS["W1"].cohort_size)
@@ -69,11 +69,8 @@ def main(
       python benchmarks/sweeps.py --rates 4 --seeds 2 --rounds 10
     """
     check_outputs(output)
-    for name, value in (("rates", rates), ("seeds", seeds), ("rounds", rounds)):
-        checks.count(name, value)
-    # Compiled programs that a cache holds would hide what compiling costs.
-    fm.use_all_cores(compile_cache=False)
-    jax.config.update("jax_enable_compilation_cache", False)
+    compile_anew()
+    fm.use_all_cores()
     images, labels = WORKLOADS["W1"].arrays()
     data = fm.from_clients([(x[:samples], y[:samples]) for x, y in zip(images, labels, strict=True)], num_classes=10)
     points = np.geomspace(0.003, 0.3, rates).tolist()

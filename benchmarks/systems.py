@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from _measure import Spread, as_program, check_outputs, compiled, environment, interleaved, write_row
+from _measure import Spread, as_program, check_outputs, compile_anew, compiled, environment, interleaved, write_row
 from rich.console import Console
 from rich.table import Table
 from scaling import Run
@@ -131,7 +131,7 @@ SYSTEMS = {
         lambda c: c.epochs * (c.head + c.body), lambda c: {"head_epochs": c.epochs, "body_epochs": c.epochs, "lr": 0.01}
     ),
     "fedbabu": System(lambda c: c.epochs * c.body),
-    "fedrod": System(lambda c: c.epochs * c.gradient + c.epochs * c.steps * 6 * c.head_size),
+    "fedrod": System(lambda c: c.epochs * (c.gradient + c.samples * 6 * c.head_size)),
     "knn_per": System(_fedavg),
     "fedfomo": System(
         lambda c: (1 - VALIDATION) * c.epochs * c.gradient + c.cohort * (VALIDATION * c.forward + 2 * c.size), _epochs(lr=0.01)
@@ -303,7 +303,8 @@ def main(
         checks.one_of("--systems", name, SYSTEMS)
     check_outputs(output)
     chosen = ["fedavg", *(name for name in chosen if name != "fedavg")]
-    fm.use_all_cores(compile_cache=False)
+    compile_anew()
+    fm.use_all_cores()
     console, about = Console(width=120), environment()
     task, data = models.MODELS[model](), client_data(model, clients, samples)
     case = {"model": model, "clients": clients, "samples": samples, "batch_size": batch_size, "epochs": epochs}

@@ -191,7 +191,7 @@ ROWS = (
     Row(r"python benchmarks/scaling\.py", "--axis skew --max-clients 1000 --repeats 3"),
     Row(r"python benchmarks/scaling\.py --axis \w+", "--max-clients 1000 --repeats 3"),
     Row(r"python benchmarks/second_order\.py .*", "--steps 1 --support 4 --query 4 --repeats 1 --no-peers"),
-    Row(r"python benchmarks/inner_length\.py", "--steps 1,4 --hidden 8"),
+    Row(r"python benchmarks/inner_length\.py", "--steps 1 --steps 4 --hidden 8"),
     Row(
         r"python benchmarks/systems\.py( .*)?",
         "--systems ditto --clients 2 --samples 10 --batch-size 5 --epochs 1 --repeats 3",
