@@ -1,4 +1,8 @@
-"""PyTorch in three forms: one client after the other, `torch.func.vmap` over the cohort, and the compiled vmap."""
+"""PyTorch in four forms: one client after the other, `torch.func.vmap` over the cohort, and the compiled vmap, the last also with
+CUDA graphs.
+
+The form with CUDA graphs has not run yet.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +13,7 @@ from _workloads import NORMS, Job, channels_first, channels_last, norm_start, sh
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -105,8 +110,24 @@ def sequential(job: Job) -> tuple[list[torch.Tensor], Callable[[np.random.Genera
     return server, one_round
 
 
-def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.random.Generator], None]]:
-    """Runs the cohort under vmap, with each step compiled if `compiled`. Returns as `sequential` does."""
+def compiled(advance: Callable[..., Any], peer: str) -> Callable[..., Any]:
+    """The step of a cohort, compiled as the form `peer` has it."""
+    if "compile" not in peer:
+        return advance
+    if "graphs" not in peer:
+        return torch.compile(advance, dynamic=False)
+    graphed = torch.compile(advance, dynamic=False, mode="reduce-overhead")
+
+    def step(*arguments: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        # The next call overwrites what a graph returned, and takes it as an argument.
+        return tree_map(torch.clone, graphed(*arguments))
+
+    return step
+
+
+def vmapped(job: Job, peer: str) -> tuple[list[torch.Tensor], Callable[[np.random.Generator], None]]:
+    """Runs the cohort under vmap, with each step compiled as `peer` has it. Returns as `sequential` does."""
     case = job.workload
     net = network(case.model)
     server = [p.detach().clone() for p in load(net, job)]
@@ -128,9 +149,7 @@ def vmapped(job: Job, compiled: bool) -> tuple[list[torch.Tensor], Callable[[np.
             gradients = grad(loss)(step(parameters, *support), *query)
         return [p - case.lr * g for p, g in zip(parameters, gradients, strict=True)]
 
-    advance = vmap(step if case.rule == "fedavg" else meta_step)
-    if compiled:
-        advance = torch.compile(advance, dynamic=False)
+    advance = compiled(vmap(step if case.rule == "fedavg" else meta_step), peer)
 
     @torch.no_grad()
     def one_round(rng: np.random.Generator) -> None:
@@ -185,7 +204,7 @@ def sequential_private(job: Job) -> Private:
     return server, own, one_round
 
 
-def vmapped_private(job: Job, compiled: bool) -> Private:
+def vmapped_private(job: Job, peer: str) -> Private:
     """`vmapped` for clients with personal batch norms.
 
     The batch norm is written out, because PyTorch's updates its statistics in place.
@@ -209,9 +228,7 @@ def vmapped_private(job: Job, compiled: bool) -> Private:
         moved = [p - case.lr * g for p, g in zip(parameters, gradients, strict=True)]
         return moved, mean + 0.1 * (batch_mean - mean), var + 0.1 * (unbiased - var)
 
-    advance = vmap(step)
-    if compiled:
-        advance = torch.compile(advance, dynamic=False)
+    advance = compiled(vmap(step), peer)
 
     @torch.no_grad()
     def one_round(rng: np.random.Generator) -> None:
@@ -238,10 +255,10 @@ def serve(peer: str, job: Job, turns: Any) -> None:
         turns.set_threads = torch.set_num_threads
     own: list[torch.Tensor] = []
     if job.workload.rule == "private":
-        made = sequential_private(job) if peer == "torch" else vmapped_private(job, compiled="compile" in peer)
+        made = sequential_private(job) if peer == "torch" else vmapped_private(job, peer)
         server, own, one_round = made
     else:
-        server, one_round = sequential(job) if peer == "torch" else vmapped(job, compiled="compile" in peer)
+        server, one_round = sequential(job) if peer == "torch" else vmapped(job, peer)
     rng = np.random.default_rng(0)
     for _ in turns:
         one_round(rng)

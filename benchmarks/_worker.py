@@ -20,6 +20,7 @@ MODULES = {
     "torch": "_torch_peers",
     "torch.func.vmap": "_torch_peers",
     "torch.compile(vmap)": "_torch_peers",
+    "torch.compile(vmap, CUDA graphs)": "_torch_peers",
     "Flower": "_flower_peer",
     "pfl-research": "_pfl_peer",
     "FedJAX": "_fedjax_peer",

@@ -3,10 +3,11 @@
 The parts, the most important first. Each part writes its rows as soon as it has them:
 
 - numbers: loss, gradient and Hessian-vector product of every network, compared with the CPU of the same process.
+- rounds of W1, W2 and the exact W3a with 50 clients, beside PyTorch.
 - methods: two rounds of every method, and its evaluations, compared with the CPU of the same process.
-- bits: whether the same program, and another process that compiles it anew, give the same bits. For two rounds of every method
-  and of FedAvg with networks of each kind, and three rounds of the workloads.
-- rounds: the workloads at several cohort sizes, beside PyTorch's loop, `torch.func.vmap` and its compiled form; exact compared
+- bits: whether the same program, and another process that compiles it anew, give the same bits. For two rounds of methods
+  and of FedAvg with networks of each kind, and three rounds of the workloads. By default of some methods, and cohorts of 50.
+- rounds: the workloads at several cohort sizes, beside PyTorch's loop, `torch.func.vmap` and its compiled forms; exact compared
   with first-order meta-gradients; device memory.
 - flags: rounds with other settings of XLA, such as loops in CUDA graphs, no graph, or a search for the fastest form of a
   product (NVIDIA only).
@@ -50,8 +51,13 @@ from fedjax_meta.task import Batch, Task
 
 CASES = ("W1", "W2", "W3a-lenet-first", "W3a-lenet-exact", "W3b-mlp-exact", "W4")
 COHORTS = (5, 50, 500)
-LOOP_COHORT = 50
-"""The largest cohort of PyTorch's loop, whose time grows with the clients."""
+COHORT = 50
+"""That of the first rounds and of `bits`, and the largest of PyTorch's loop, whose time grows with the clients."""
+FIRST_CASES = ("W1", "W2", "W3a-lenet-exact")
+"""Those of the first rounds, so that a short run times some."""
+BITS_METHODS = ("fedavg", "scaffold", "fedper", "fedmeta_per", "imaml", "pfedme", "fedem", "fedpac")
+SIDE_BY_SIDE = {"gpu": 4}
+"""A TPU belongs to one process at a time."""
 _SEARCH = "--xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=false"
 """XLA's own settings, with which it times the forms of each product and takes the fastest."""
 FLAGS = {
@@ -89,12 +95,12 @@ def rounds(
     def or_error(do: Callable[[], Row | None]) -> Row:
         try:
             return do() or {}
-        except (RuntimeError, BrokenPipeError) as error:
+        except RuntimeError as error:
             stop.cancel()
+            worker.end()
             if clock.left <= 0:
                 raise TimeoutError(f"{case} of {peer} ran into the time limit") from error
-            worker.kill()
-            raise RuntimeError(str(error)) from error
+            raise
 
     def warm() -> None:
         worker.answer()
@@ -193,7 +199,7 @@ def forms(name: str, lanes: int, rows: int, repeats: int) -> Ready:
 
         many = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)), moving)
         with jax.default_matmul_precision("float32"):
-            gradient = jax.jit(jax.vmap(jax.grad(loss))).lower(many, batch).compile()
+            gradient = runtime.compiled(jax.jit(jax.vmap(jax.grad(loss))).lower(many, batch))  # as a run compiles it
         cases[form] = lambda gradient=gradient, many=many: jax.block_until_ready(gradient(many, batch))
     for case in cases.values():
         case()
@@ -201,7 +207,7 @@ def forms(name: str, lanes: int, rows: int, repeats: int) -> Ready:
 
 
 class Asked(NamedTuple):
-    """What to measure; the options of `main`. Empty `cases` and `flags` are the defaults of each part."""
+    """What to measure; the options of `main`. Empty `methods`, `cases`, `cohorts` and `flags` are the defaults of each part."""
 
     parts: list[str]
     methods: list[str]
@@ -219,40 +225,48 @@ class Asked(NamedTuple):
 def plan(asked: Asked, clock: Clock, platform: str) -> Iterator[Measurement]:
     """What is measured on a platform."""
     timed = (asked.repeats, asked.seconds, clock)
+    chosen = asked.cases or [*CASES]
+    cohorts = asked.cohorts or [*COHORTS]
+
+    def rounds_of(cases: list[str], cohort: int) -> Iterator[Measurement]:
+        # What takes long to compile is side by side with its like.
+        for peer, case in itertools.product(asked.simulators, cases):
+            if not (peer == "torch" and cohort > COHORT):
+                about = {"part": "rounds", "case": f"{case}-{cohort}", "peer": peer, "precision": asked.precision}
+                yield Measurement(about, partial(rounds, about["case"], peer, *timed, precision=asked.precision))
+
     if "numbers" in asked.parts:
         for name in ("mlp", "mtfl_mlp", *IMAGES):
             yield Measurement(
                 {"part": "numbers", "model": name}, partial(in_process, clock, at_once, numbers, name, asked.rows)
             )
+    first = [case for case in chosen if case in FIRST_CASES] if COHORT in cohorts else []
+    if "rounds" in asked.parts:
+        yield from rounds_of(first, COHORT)
     if "methods" in asked.parts:
-        for name in asked.methods:
+        for name in asked.methods or systems.SYSTEMS:
             yield Measurement(
                 {"part": "methods", "method": name}, partial(in_process, clock, at_once, method, name, asked.rows)
             )
     if "bits" in asked.parts:
-        wanted = [("case", f"{case}-{cohort}") for cohort in asked.cohorts for case in asked.cases or CASES]
-        wanted += [("network", name) for name in NETWORKS] + [("method", name) for name in asked.methods]
+        wanted = [("case", f"{case}-{cohort}") for cohort in asked.cohorts or [COHORT] for case in chosen]
+        wanted += [("network", name) for name in NETWORKS] + [("method", name) for name in asked.methods or BITS_METHODS]
         for flags, (kind, name) in itertools.product(asked.flags or ["default"], wanted):
             about = {"part": "bits", kind: name, "flags": flags}
             yield Measurement(about, partial(bits, clock, kind, name, asked.rows, FLAGS[flags]))
     if "rounds" in asked.parts:
-        # What takes long to compile is side by side with its like.
-        for cohort in asked.cohorts:
-            for peer in asked.simulators:
-                for case in asked.cases or CASES:
-                    if peers.installed(peer) and not (peer == "torch" and cohort > LOOP_COHORT):
-                        about = {"part": "rounds", "case": f"{case}-{cohort}", "peer": peer, "precision": asked.precision}
-                        yield Measurement(about, partial(rounds, about["case"], peer, *timed, precision=asked.precision))
+        for cohort in cohorts:
+            yield from rounds_of([case for case in chosen if cohort != COHORT or case not in first], cohort)
     if "flags" in asked.parts and platform == "gpu":
-        for cohort, case, name in itertools.product(asked.cohorts, asked.cases or ["W2"], asked.flags or FLAGS):
+        for cohort, case, name in itertools.product(cohorts, asked.cases or ["W2"], asked.flags or FLAGS):
             about = {"part": "flags", "case": f"{case}-{cohort}", "flags": name}
             yield Measurement(about, partial(rounds, about["case"], "fedjax_meta", *timed, flags=FLAGS[name]))
     if "kernels" in asked.parts and platform != "cpu":  # whose threads record whole loops
-        for case in asked.cases or CASES:
-            about = {"part": "kernels", "case": f"{case}-50"}
+        for case in chosen:
+            about = {"part": "kernels", "case": f"{case}-{COHORT}"}
             yield Measurement(about, partial(in_process, clock, kernels, about["case"], asked.profiles))
     if "forms" in asked.parts:
-        for cohort in asked.cohorts:
+        for cohort in cohorts:
             for name in IMAGES:
                 about = {"part": "forms", "model": name, "lanes": cohort, "batch_size": asked.rows}
                 yield Measurement(about, partial(in_process, clock, forms, name, cohort, asked.rows, asked.repeats))
@@ -269,11 +283,15 @@ def main(
         typer.Option(help=f"Cases; by default {', '.join(CASES)}, and in the part flags W2.", show_default=False),
     ] = None,
     cohort: Annotated[
-        list[int] | None, typer.Option(help="Clients per round; by default 5, 50, 500.", show_default=False)
+        list[int] | None,
+        typer.Option(help="Clients per round; by default 5, 50, 500, and in the part bits 50.", show_default=False),
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help=f"Simulators in the part rounds; by default {', '.join(peers.TORCH)}.", show_default=False),
+        typer.Option(
+            help=f"Simulators in the part rounds; by default those that can run of {', '.join(peers.TORCH)}.",
+            show_default=False,
+        ),
     ] = None,
     flag: Annotated[
         list[str] | None,
@@ -286,10 +304,17 @@ def main(
     seconds: Annotated[float, typer.Option(help="Seconds after which no more rounds begin; at least three are timed.")] = 5.0,
     rows: Annotated[int, typer.Option(min=1, help="Samples per batch in `numbers`, `methods` and `forms`.")] = 32,
     side_by_side: Annotated[
-        int, typer.Option(min=1, help="Number of measurements that start and compile at the same time.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, help="Number of measurements that start and compile at the same time; by default 4 on a GPU, otherwise 1."
+        ),
+    ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Methods of the parts methods and bits; by default all.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help=f"Methods of the parts methods and bits; by default all, and in bits {', '.join(BITS_METHODS)}.",
+            show_default=False,
+        ),
     ] = None,
     precision: Annotated[str, typer.Option(help=f"Precision of products in rounds: {', '.join(PRECISIONS)}.")] = "float32",
     profiles: Annotated[Path | None, typer.Option(help="Folder for the profiles of `kernels`.", show_default=False)] = None,
@@ -302,9 +327,10 @@ def main(
       python benchmarks/accelerator.py --output accelerator.jsonl
       python benchmarks/accelerator.py --part rounds --case W1 --limit 300
     """
-    check_outputs(output)
-    if profiles is not None:
-        profiles.mkdir(parents=True, exist_ok=True)
+    checks.positive("--limit", limit)
+    checks.positive("--seconds", seconds)
+    for size in cohort or ():
+        checks.count("--cohort", size)
     for name in part or ():
         checks.one_of("--part", name, PARTS)
     for name in peer or ():
@@ -314,17 +340,11 @@ def main(
     checks.one_of("--precision", precision, PRECISIONS)
     for name in flag or ():
         checks.one_of("--flag", name, FLAGS)
-    chosen = (
-        part or [*PARTS],
-        method or [*systems.SYSTEMS],
-        case or [],
-        cohort or [*COHORTS],
-        peer or [*peers.TORCH],
-        flag or [],
-    )
-    asked = Asked(*chosen, precision, repeats, seconds, rows, profiles)
-    for name, count in itertools.product(asked.cases or CASES, asked.cohorts):
+    for name, count in itertools.product(case or CASES, cohort or COHORTS):
         workload(f"{name}-{count}")
+    check_outputs(output)
+    if profiles is not None:
+        profiles.mkdir(parents=True, exist_ok=True)
     clock, console = Clock(limit), Console()
     try:
         about = in_process(clock, at_once, environment)()
@@ -332,11 +352,17 @@ def main(
         console.print("time is up before the devices were found")
         return
     console.print(f"{about['device']} x {about['devices']}, {limit:.0f} s", soft_wrap=True)
-    about["side_by_side"] = side_by_side  # first rounds, which compile, take longer side by side
+    simulators, missing = peers.present(peer, peers.TORCH, about["platform"])
+    for name, why in missing.items():
+        console.print(f"{name} is left out: {why}")
+    at_a_time = side_by_side or SIDE_BY_SIDE.get(about["platform"], 1)
+    about["side_by_side"] = at_a_time  # first rounds, which compile, take longer side by side
     if about["platform"] == "cpu" and precision != "float32":
         raise ValueError(f"--precision {precision} is none of a CPU's, which has float32")
+    chosen = (part or [*PARTS], method or [], case or [], cohort or [], simulators, flag or [])
+    asked = Asked(*chosen, precision, repeats, seconds, rows, profiles)
     done = 0
-    for what, found in measured(plan(asked, clock, about["platform"]), side_by_side, clock):
+    for what, found in measured(plan(asked, clock, about["platform"]), at_a_time, clock):
         if found is None:
             console.print(f"time is up after {done} measurements; the first that is missing: {_words(what)}", soft_wrap=True)
             return

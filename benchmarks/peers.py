@@ -6,6 +6,7 @@ compilation, is reported separately. Results are compared too: all simulators re
 The other simulators need `pip install torch "flwr[simulation]" pfl fedjax`. The program names and skips those that are missing.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +32,14 @@ from fedjax_meta import checks, runtime
 
 PACKAGES = {"Flower": "flwr", "pfl-research": "pfl", "FedJAX": "fedjax", "fedjax_meta": "fedjax_meta"}
 """The package of each simulator; PyTorch if not given."""
-TORCH = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)")
+GRAPHS = "torch.compile(vmap, CUDA graphs)"
+"""Only on an NVIDIA GPU."""
+TORCH = ("fedjax_meta", "torch", "torch.func.vmap", "torch.compile(vmap)", GRAPHS)
 SUPPORT = {"private": TORCH, "first": (*TORCH, "Flower"), "exact": (*TORCH, "Flower")}
 """The simulators that support a rule; all support "fedavg"."""
 TRY_THREADS = ("torch", "torch.func.vmap", "pfl-research")
-"""The simulators that use one thread or all cores, whichever is faster. Flower has one actor with one thread per core."""
+"""The simulators that use one thread or all cores, whichever is faster. Flower has one actor with one thread per core; compiled
+code has the threads that it was compiled for, all cores."""
 
 
 class Worker:
@@ -79,30 +84,62 @@ class Worker:
             raise RuntimeError(lines[-1] if lines else f"ended with exit status {self._process.returncode}")
         return json.loads(line)
 
+    def _ask(self, line: str) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, and `answer` says why
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        return self.answer()
+
     def round(self) -> float:
-        """Runs one round and returns its seconds."""
-        self._process.stdin.write(f"round {self.threads}\n")
-        self._process.stdin.flush()
-        self.seconds.append(self.answer()["seconds"])
+        """Runs one round and returns its seconds. Raises as `answer` does."""
+        self.seconds.append(self._ask(f"round {self.threads}")["seconds"])
         return self.seconds[-1]
 
     def stop(self) -> dict[str, Any]:
-        """Ends the process and returns its memory use."""
-        self._process.stdin.write("stop\n")
-        self._process.stdin.close()
-        memory = self.answer()
-        self._process.wait()
+        """Ends the process and returns its memory use. Raises as `answer` does."""
+        memory = self._ask("stop")
+        self._close()
         return memory
 
     def kill(self) -> None:
-        """Ends the process immediately."""
+        """Ends the process immediately; another thread may wait for its answer."""
         self._process.kill()
+
+    def end(self) -> None:
+        """Ends the process immediately, and closes what led to it."""
+        self.kill()
+        self._close()
+
+    def _close(self) -> None:
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
-def installed(peer: str) -> bool:
-    """Whether the package of a simulator can be imported."""
-    return importlib.util.find_spec(PACKAGES.get(peer, "torch")) is not None
+def present(wanted: list[str] | None, every: Iterable[str], platform: str) -> tuple[list[str], dict[str, str]]:
+    """(the simulators that can run here, why the others cannot).
+
+    Args:
+      wanted: simulators that a user named; `None` for those of `every` that can run.
+      every: all simulators.
+      platform: of JAX.
+
+    Raises:
+      ValueError: a simulator that a user named is none of `every`, or cannot run.
+    """
+    for peer in wanted or ():
+        checks.one_of("--peer", peer, [*every])
+    missing = {}
+    for peer in wanted or every:
+        package = PACKAGES.get(peer, "torch")
+        if importlib.util.find_spec(package) is None:
+            missing[peer] = f"the package {package} is not installed"
+        elif peer == GRAPHS and platform != "gpu":
+            missing[peer] = "there is no NVIDIA GPU"
+    if wanted and missing:
+        raise ValueError("; ".join(f"--peer {peer!r} cannot run: {why}" for peer, why in missing.items()))
+    return [peer for peer in wanted or every if peer not in missing], missing
 
 
 def threads_of(peer: str) -> int:
@@ -141,7 +178,7 @@ def differences(name: str, peers: list[str], folder: str) -> dict[str, float | s
             with np.load(f"{file}.{peer}.npz") as got:
                 found[peer] = float(max(np.max(np.abs(got[leaf] - value)) for leaf, value in expected.items()))
         except RuntimeError as error:
-            worker.kill()
+            worker.end()
             found[peer] = str(error)
     return found
 
@@ -162,27 +199,37 @@ def timed_rounds(
       By simulator, its times, threads and memory, or an "error".
     """
     results: dict[str, dict[str, Any]] = {}
-    workers = []
+    workers: list[Worker] = []
+
+    def or_error(worker: Worker, do: Callable[[], Any]) -> Any:
+        """What a worker does; a worker that ends keeps the others from nothing."""
+        try:
+            return do()
+        except RuntimeError as error:
+            worker.end()
+            results[worker.peer] = {"error": str(error), "threads": worker.threads}
+            return None
+
+    def start(worker: Worker) -> None:
+        worker.answer()
+        worker.round()
+        choose_threads(worker)
+
     for peer in peers:
         show(f"{name}: first round of {peer}")
-        worker = Worker(peer, name, threads_of(peer))
-        try:
-            worker.answer()
-            worker.round()
-            choose_threads(worker)
-            workers.append(worker)
-        except RuntimeError as error:
-            worker.kill()
-            results[peer] = {"error": str(error)}
+        workers.append(Worker(peer, name, threads_of(peer)))
+        or_error(workers[-1], partial(start, workers[-1]))
     shuffle, deadline = np.random.default_rng(0), time.monotonic() + max_seconds
     for turn in range(rounds):
         if time.monotonic() > deadline and turn >= 3:
             break
         show(f"{name}: round {turn + 1} of {rounds}")
         for i in shuffle.permutation(len(workers)):
-            workers[i].round()
+            if workers[i].peer not in results:
+                or_error(workers[i], workers[i].round)
     for worker in workers:
-        results[worker.peer] = {"times": np.array(worker.seconds), "threads": worker.threads, **worker.stop()}
+        if worker.peer not in results and (memory := or_error(worker, worker.stop)) is not None:
+            results[worker.peer] = {"times": np.array(worker.seconds), "threads": worker.threads, **memory}
     return results
 
 
@@ -230,20 +277,18 @@ def main(
       python benchmarks/peers.py --rounds 10
       python benchmarks/peers.py --case W1 --case W4 --peer fedjax_meta
     """
-    fm.use_all_cores()
     console = Console(width=max(Console().width, 150))
-    names, wanted = case or list(WORKLOADS), peer or list(MODULES)
+    names = case or list(WORKLOADS)
     try:
         rules = {name: workload(name).rule for name in names}
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--case") from None
-    for value in wanted:
-        checks.one_of("--peer", value, MODULES)
     checks.positive("--max-seconds", max_seconds)
     check_outputs(output)
-    present = [p for p in wanted if installed(p)]
-    for missing in [p for p in wanted if p not in present]:
-        console.print(f"{missing} is not installed; skipping it.")
+    fm.use_all_cores()
+    there, missing = present(peer, MODULES, runtime.platform())
+    for name, why in missing.items():
+        console.print(f"{name} is left out: {why}")
     about, ceiling = environment(), product_ceiling()
     console.print(f"{about['processor']}, {about['device']}; large float32 matrix products {ceiling:.0f} GFLOP/s")
     table = Table()
@@ -262,7 +307,7 @@ def main(
         table.add_column(heading, no_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            supported = [p for p in present if p in SUPPORT.get(rules[name], MODULES)]
+            supported = [p for p in there if p in SUPPORT.get(rules[name], MODULES)]
             with console.status("") as status:
                 status.update(f"{name}: comparing results")
                 differ = differences(name, [p for p in supported if p != "fedjax_meta"], folder) if compare else {}

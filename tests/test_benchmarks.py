@@ -1,6 +1,8 @@
 """Benchmarks: names of workloads, comparison with committed rows, figures and clocks."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,10 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
 
+import accelerator
 import check
+import model_forms
+import peers
 import scaling
 import start
 import systems
@@ -19,7 +24,7 @@ from _measure import compiled, read_rows
 from _workloads import WORKLOADS, Workload, workload
 
 import fedjax_meta as fm
-from fedjax_meta import models
+from fedjax_meta import models, runtime
 
 
 def write(path, rows):
@@ -81,6 +86,72 @@ def test_operations_of_a_round_by_hand(name):
     assert case.flops == case.cohort_size * passes * sample
 
 
+# Other simulators.
+
+WORKER = """import json, os, sys
+peer, name = sys.argv[1:3]
+def say(**words):
+    print(json.dumps(words), flush=True)
+if peer == "no start":
+    sys.exit("no such module")
+say(ready=True)
+for number, line in enumerate(sys.stdin):
+    if line.startswith("stop"):
+        say(memory=7, device_bytes=None)
+        break
+    if peer == "dies" and number == 4:
+        sys.exit("out of memory")
+    if peer == "dies at the end" and number == 6:
+        say(seconds=1.0)
+        os._exit(3)
+    say(seconds=1.0 + number)
+"""
+
+
+def test_a_simulator_that_dies_gets_a_row_with_its_error_and_the_others_are_timed(tmp_path, monkeypatch):
+    (tmp_path / "_worker.py").write_text(WORKER)
+    monkeypatch.setattr(peers, "__file__", str(tmp_path / "peers.py"))
+    names = ["no start", "dies", "dies at the end", "good"]
+    results = peers.timed_rounds("W1", names, 5, 60, lambda line: None)
+    rows = {name: peers.row_of("W1", name, results[name], 1.0) for name in names}
+    assert rows["good"]["rounds"] == 5 and rows["good"]["first_seconds"] == 1.0 and rows["good"]["memory_bytes"] == 7
+    assert {name: rows[name]["error"] for name in names[:3]} == {
+        "no start": "no such module",
+        "dies": "out of memory",
+        "dies at the end": "ended with exit status 3",
+    }
+    assert all((row["benchmark"], row["case"], row["peer"]) == ("peers", "W1", name) for name, row in rows.items())
+
+
+def test_a_simulator_that_is_asked_after_its_end_says_why(tmp_path, monkeypatch):
+    (tmp_path / "_worker.py").write_text("import sys\nsys.exit('out of memory')")
+    monkeypatch.setattr(peers, "__file__", str(tmp_path / "peers.py"))
+    worker = peers.Worker("torch", "W1", 1)
+    worker._process.wait()
+    for ask in (worker.round, worker.stop):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ask()
+    worker.end()
+
+
+# Forms of layers.
+
+
+def test_rows_of_forms_are_appended_and_a_name_that_is_none_is_refused(tmp_path, monkeypatch):
+    made = {("dense step, batch 32", form): (lambda: None) for form in ("a", "b")} | {("pool", "c"): lambda: None}
+    monkeypatch.setattr(model_forms, "PARTS", {"few": lambda: made})
+    rows = tmp_path / "rows.jsonl"
+    for _ in range(2):
+        model_forms.main(["few"], "dense", repeats=2, output=rows)
+    found = read_rows([rows])
+    assert sorted(row["form"] for row in found) == ["a", "a", "b", "b"]
+    assert {row["case"] for row in found} == {"dense step, batch 32"}
+    assert all(row["benchmark"] == "model_forms" and row["platform"] == "cpu" and row["processor"] for row in found)
+    with pytest.raises(ValueError, match=r"--only='dens step' is unknown \(did you mean 'dense step'\?\)"):
+        model_forms.main(["few"], "dens step", repeats=2, output=rows)
+    assert len(read_rows([rows])) == 4
+
+
 # The arithmetic of a round.
 
 
@@ -110,6 +181,56 @@ def test_work_of_a_network_by_hand():
     assert found.mixed == pytest.approx(a + 4 * b, rel=0.05)
     # Without the weights' gradients.
     assert found.curvature == pytest.approx(found.product + a + 2 * b, rel=0.05)
+
+
+def test_the_second_head_of_fedrod_learns_from_every_sample():
+    """A forward pass and both gradients, each two operations a weight, on the features that the first head's step has."""
+    parts = systems.Costs(
+        **dict.fromkeys(systems.Costs._fields, 0) | {"samples": 100, "steps": 2, "epochs": 3, "head_size": 7}
+    )
+    assert systems.SYSTEMS["fedrod"].flops(parts) == 3 * 100 * 3 * 2 * 7
+
+
+# Compiling.
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_what_is_compiled_anew_comes_from_no_cache(anew, tmp_path):
+    code = (
+        "import jax, _measure, numpy as np\n"
+        + anew * "_measure.compile_anew()\n"
+        + "_measure.compiled(lambda x: x + 1, np.ones(3))"
+    )
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    folder = Path(check.__file__).parent
+    given = {**os.environ, **variables, "PYTHONPATH": str(folder.parent), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, env=given)
+    assert any((tmp_path / "cache").glob("*")) != anew
+
+
+class AskedError(Exception):
+    """The compiler of runs was asked for a program."""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda: scaling.Run(scaling.mlp_rounds(1), scaling.client_data([20, 20])),
+        lambda: compiled(lambda x: x + 1, np.ones(3)),
+        model_forms._case(lambda x: x + 1, np.ones(3)),
+        lambda: accelerator.forms("lenet", 2, 2, 1),
+    ],
+    ids=["scaling, systems", "second_order", "model_forms", "accelerator forms"],
+)
+def test_what_is_timed_is_compiled_as_a_run_compiles_it(program, monkeypatch):
+    """Plain `jax.jit` has other options, and on a GPU a search that takes minutes."""
+
+    def asked(lowered):
+        raise AskedError
+
+    monkeypatch.setattr(runtime, "compiled", asked)
+    with pytest.raises(AskedError):
+        program()
 
 
 # Comparing with committed rows.

@@ -207,7 +207,12 @@ def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_
     def plan(asked, given, platform):
         clock.append(given)
         assert platform == "cpu"
-        assert (asked.cases, asked.cohorts, asked.simulators, asked.parts) == (["W1"], [2], ["torch"], [*accelerator.PARTS])
+        assert (asked.cases, asked.cohorts, asked.simulators, asked.parts) == (
+            ["W1"],
+            [2],
+            ["fedjax_meta"],
+            [*accelerator.PARTS],
+        )
         assert (asked.repeats, asked.rows, asked.seconds, asked.precision) == (3, 4, 5.0, "float32")
         for name, measure in (("a", broken), ("b", lambda: {"x": 0.5}), ("c", slow), ("d", slow)):
             yield accelerator.Measurement({"part": "numbers", "model": name}, lambda measure=measure: measure)
@@ -215,7 +220,7 @@ def test_measurements_stop_at_the_time_limit_and_one_that_fails_keeps_none_from_
     monkeypatch.setattr(accelerator, "in_process", lambda clock, prepare, *arguments: prepare(*arguments))
     monkeypatch.setattr(accelerator, "plan", plan)
     rows = tmp_path / "rows.jsonl"
-    chosen = {"case": ["W1"], "cohort": [2], "peer": ["torch"], "part": None}
+    chosen = {"case": ["W1"], "cohort": [2], "peer": ["fedjax_meta"], "part": None}
     accelerator.main(**chosen, limit=1.0, repeats=3, rows=4, output=rows)
     found = read_rows([rows])
     assert [row["model"] for row in found] == ["a", "b", "c"]
@@ -272,27 +277,48 @@ def test_a_measurement_that_fails_in_its_process_says_why():
     assert ready() == 7
 
 
+def asked(**given):
+    """What `main` asks without options, for simulators that are all here."""
+    found = dict.fromkeys(("methods", "cases", "cohorts", "flags"), ())
+    found |= {"parts": [*accelerator.PARTS], "simulators": ["fedjax_meta", "torch", "torch.func.vmap"], "precision": "float32"}
+    return accelerator.Asked(**found | {"repeats": 1, "seconds": 3.0, "rows": 2, "profiles": None} | given)
+
+
+def planned(platform, **given):
+    return [one.about for one in accelerator.plan(asked(**given), accelerator.Clock(9), platform)]
+
+
 def test_every_part_is_planned_and_flags_only_where_they_are():
-    simulators = ["fedjax_meta", "torch", "torch.func.vmap"]
-
-    def parts(platform):
-        asked = accelerator.Asked(
-            [*accelerator.PARTS], [*systems.SYSTEMS], ["W1"], [5, 500], simulators, [], "float32", 1, 3.0, 2, profiles=None
-        )
-        return [one.about for one in accelerator.plan(asked, accelerator.Clock(9), platform)]
-
-    on_gpu = parts("gpu")
+    on_gpu = planned("gpu")
     assert {about["part"] for about in on_gpu} == set(accelerator.PARTS)
-    assert {about["part"] for about in parts("cpu")} == {*accelerator.PARTS} - {"flags", "kernels"}
+    assert {about["part"] for about in planned("cpu")} == {*accelerator.PARTS} - {"flags", "kernels"}
     assert {about["flags"] for about in on_gpu if about["part"] == "flags"} == {*accelerator.FLAGS}
     assert {about["method"].partition(" ")[0] for about in on_gpu if about["part"] == "methods"} == {*fm.METHODS}
-    repeated = [about for about in on_gpu if about["part"] == "bits"]
+    timed = [(about["case"], about["peer"]) for about in on_gpu if about["part"] == "rounds"]
+    every = {
+        (f"{case}-{cohort}", name)
+        for case in accelerator.CASES
+        for cohort in accelerator.COHORTS
+        for name in asked().simulators
+        if not (name == "torch" and cohort == 500)
+    }
+    assert len(timed) == len({*timed}) and {*timed} == every
+    few = [about for about in planned("gpu", cases=["W4"], cohorts=[5, 7]) if about["part"] in ("rounds", "bits")]
+    assert {about["case"] for about in few if "case" in about} == {"W4-5", "W4-7"}
+
+
+def test_a_short_run_times_rounds_and_bits_are_of_a_few_methods():
+    plan = planned("gpu")
+    first = [about for about in plan if about["part"] != "numbers"][:9]
+    assert {about["part"] for about in first} == {"rounds"}
+    assert {about["case"] for about in first} == {"W1-50", "W2-50", "W3a-lenet-exact-50"}
+    assert {about["peer"] for about in first} == {*asked().simulators}
+    repeated = [about for about in plan if about["part"] == "bits"]
     assert {about["flags"] for about in repeated} == {"default"}
-    assert {about["method"].partition(" ")[0] for about in repeated if "method" in about} == {*fm.METHODS}
-    assert {about["case"] for about in repeated if "case" in about} == {"W1-5", "W1-500"}
-    timed = {(about["case"], about["peer"]) for about in on_gpu if about["part"] == "rounds"}
-    present = [name for name in simulators if peers.installed(name)]
-    assert timed == {(f"W1-{cohort}", name) for cohort in (5, 500) for name in present} - {("W1-500", "torch")}
+    assert {about["method"] for about in repeated if "method" in about} == {*accelerator.BITS_METHODS} <= {*systems.SYSTEMS}
+    assert {about["case"] for about in repeated if "case" in about} == {f"{case}-50" for case in accelerator.CASES}
+    of_all = [about for about in planned("gpu", methods=[*systems.SYSTEMS]) if about["part"] == "bits" and "method" in about]
+    assert {about["method"].partition(" ")[0] for about in of_all} == {*fm.METHODS}
 
 
 def test_bits_that_differ_in_the_same_or_another_process_are_seen(monkeypatch):
@@ -338,11 +364,31 @@ def test_the_kernels_of_a_profile_are_those_of_its_device():
         accelerator._device_events(SimpleNamespace(planes=[host]))
 
 
-@pytest.mark.parametrize("chosen", [{"case": ["W9"]}, {"case": ["W1"], "cohort": [0]}])
-def test_an_unknown_workload_is_refused_before_anything_is_measured(chosen, monkeypatch):
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"case": ["W9"]}, "is unknown .*allowed are W1"),
+        ({"case": ["W1"], "cohort": [0]}, "--cohort=0 must be an integer of at least 1"),
+        ({"limit": float("inf")}, "--limit=inf must be finite and above 0"),
+        ({"seconds": float("nan")}, "--seconds=nan must be finite and above 0"),
+        ({"seconds": -1.0}, "--seconds=-1.0 must be finite and above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(chosen, words, monkeypatch):
     monkeypatch.setattr(accelerator, "in_process", None)
-    with pytest.raises(ValueError, match="is unknown .*allowed are W1"):
+    with pytest.raises(ValueError, match=words):
         accelerator.main(**chosen)
+
+
+def test_a_simulator_that_is_named_and_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: None if package == "flwr" else "here")
+    with pytest.raises(ValueError, match="--peer 'Flower' cannot run: the package flwr is not installed"):
+        peers.present(["fedjax_meta", "Flower"], peers.MODULES, "cpu")
+    with pytest.raises(ValueError, match="cannot run: there is no NVIDIA GPU"):
+        peers.present([peers.GRAPHS], peers.TORCH, "cpu")
+    assert peers.present([peers.GRAPHS], peers.TORCH, "gpu") == ([peers.GRAPHS], {})
+    there, missing = peers.present(None, peers.MODULES, "cpu")
+    assert {*there} == {*peers.MODULES} - {"Flower", peers.GRAPHS} and {*missing} == {"Flower", peers.GRAPHS}
 
 
 def test_a_method_agrees_with_itself():
