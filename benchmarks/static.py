@@ -1,10 +1,10 @@
-"""What compiled programs would do on accelerators that you do not have: kernels, bytes, FLOPs, memory and best possible time.
+"""What compiled programs would do on accelerators that you do not have: kernels, bytes, FLOPs, memory, best time of the program.
 
 JAX compiles for a described device with the packages of the extra `accelerator-aot`. Nothing runs, so the only times are those
 of the compiler. A step is the body of the loop with the most bytes: a client's training step, for all lanes at once. The best
-possible time of a step follows from the rates of arithmetic and memory; a launch takes some microseconds more unless it is part
-of a graph. `waits` counts the loops whose number of steps the compiler does not know. After each step of such a loop, a GPU
-waits for its host.
+time of a step follows from its kernels' FLOPs and bytes and the rates of arithmetic and memory, so it is a bound of this
+program and not of the task; a launch takes some microseconds more unless it is part of a graph. `waits` counts the loops whose
+number of steps the compiler does not know. After each step of such a loop, a GPU waits for its host.
 """
 
 import time

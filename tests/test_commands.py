@@ -75,7 +75,7 @@ NOT_RUN = {
     r"make test(-all)?( ARGS=.*)?": "it runs this test",
     r"make mutation": "it takes hours; a smaller sample of it runs",
     r"gcloud .*|srun .*": "it needs a cluster",
-    r"python run\.py": "tests/test_launch.py runs it",
+    r"python run\.py .*": "tests/test_launch.py runs it",
     r"pytest -m long tests/test_accelerators\.py": "it is a test of its own",
     r"python benchmarks/peers\.py --case=.*": "a round of its largest case takes minutes; the command above it runs",
     r"python benchmarks/all\.py": "it takes ten minutes with --quick; its parts run",
