@@ -31,7 +31,7 @@ from fedjax_meta import checks, escape
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("cpu.jsonl", "accelerator.jsonl", "static.jsonl")
-"""The committed rows to compare with. The others are of a slow hour, of another Python, or of no platform's round."""
+"""The committed rows to compare with. Of the other files, hourly.jsonl repeats cases in slower hours; the rest is not checked."""
 OURS = "fedjax_meta"
 
 Row = Mapping[str, Any]
@@ -61,7 +61,7 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check("peers", ("case", "peer"), "seconds", relative=True),
-    # In three runs on one machine, first rounds relative to the fastest other's differed by two.
+    # Between runs on one machine, first rounds relative to the fastest other's differed by up to two.
     Check("peers", ("case", "peer"), "first_seconds", relative=True, factor=2.0),
     Check("peers", ("case", "peer"), "difference", factor=10.0, always=1e-4),
     Check("scaling", ("axis", "case"), "seconds", relative=True),
@@ -235,7 +235,8 @@ def main(
     for name, one in both.items():
         mark = "red" if one.worse else "default"
         table.add_row(escape.console(name), f"{one.old:.4g}", f"[{mark}]{one.new:.4g}[/]", f"{one.most:.4g}")
-    console.print(table)
+    if both:
+        console.print(table)
     worse = [name for name, one in both.items() if one.worse]
     for title, names in (("grew too much", worse), ("failed", failed)):
         for name in names:
