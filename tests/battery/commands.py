@@ -1,4 +1,4 @@
-"""Bad inputs of the command lines of experiments, benchmarks and `fedjax-meta` ("study", "command", "call" and
+"""Bad inputs of the command lines of experiments, benchmarks and `fedjax-meta` ("study", "command", "call", "clients" and
 "flags").
 
 `{own}` and the like are explained at `table.Shell`.
@@ -177,7 +177,7 @@ FLAGS = [
         ("--dataset", "no_such_set"),
         "data set 'no_such_set' is unknown; there are mnist_small, digits, mnist, fashion_mnist, cifar10, ci",
     ),
-    (("--out", "{taken}"), "could not write"),
+    (("--out", "{taken}"), "--out {taken} is no folder"),
     (("--store", "hots"), "store='hots' is unknown (did you mean 'host'?)"),
     (("--devices", "0"), "Invalid value for"),
     (("--devices", "99"), "devices=99, but JAX sees"),
@@ -195,26 +195,23 @@ FLAGS = [
     (("quickstart", "extra"), "unexpected extra argument"),
 ]  # fmt: skip
 
-DATA = [
-    (("--partition", "dirichlet"), "--partition='dirichlet' is unknown", "did you mean 'dirichlet_cl"),
-    (("--concentration", "1"), "partition 'fedmeta_per' takes no --concentration; it takes --pairing, --newcomers, --orders"),
-    (("--partition", "dirichlet_classes", "--concentration", "0"), "concentration=0.0 must be finite and above 0"),
-    (("--partition", "dirichlet_classes", "--concentration", "nan"), "concentration=nan must be finite"),
+CLIENTS = [
+    (("--partition", "dirichlet"), "partition='dirichlet' is unknown", "did you mean 'dirichlet_cl"),
+    (("--partition", "fedmeta_per(concentration=1)"), "partition fedmeta_per takes no 'concentration'"),
+    (("--partition", "dirichlet_classes(concentration=0)"), "concentration=0 must be finite and above 0"),
+    (("--partition", "dirichlet_classes(concentration=.nan)"), "concentration=nan must be finite"),
     (("--partition", "iid", "--clients", "9999"), "num_clients=9999 with at least 1 samples each"),
-    (("--partition", "fedpac", "--size", "9999"), "but the clients ask for", "--share"),
-    (("--partition", "mtfl", "--noisy", "2"), "noisy=2.0 must lie between 0 and 1"),
-    (("--partition", "mtfl", "--noisy", "some"), "Invalid value for"),
-    (("--pairing", "2u"), "pairing='2u' is unknown"),
+    (("--partition", "fedpac(size=9999)"), "but the clients ask for"),
+    (("--partition", "mtfl(noisy=2)"), "noisy=2 must lie between 0 and 1"),
+    (("--partition", "mtfl(noisy=some)"), "noisy='some' must lie between 0 and 1"),
+    (("--partition", "fedmeta_per(pairing=2u)"), "pairing='2u' is unknown"),
     (("--partition", "natural"), "by='client' needs x, y and client"),
-    (("--partition", "natural", "--by", "[bold]"), "by='[bold]' needs x, y and [bold]"),
-    (("--partition", "natural", "--min-samples", "0"), "Invalid value for"),
+    (("--partition", "natural(by='[bold]')"), "by='[bold]' needs x, y and [bold]"),
     (("--dataset", "digits", "--partition", "natural"), "needs an .npz that names the client of each sample"),
-    (("--dataset", "synthetic", "--partition", "iid"), "data set 'synthetic' takes no --partition"),
-    (("--dataset", "synthetic", "--model-spread", "-1"), "model_spread=-1.0 must be finite and at least 0"),
-    (("--dataset", "synthetic", "--data-spread", "inf"), "data_spread=inf must be finite"),
+    (("--dataset", "synthetic", "--partition", "iid"), "dataset synthetic generates its clients: leave partition='iid' out"),
+    (("--dataset", "synthetic", "--set", "scenarios.clients.options={{model_spread: -1}}"), "model_spread=-1 must be finite"),
     (("--dataset", "{tmp}/none[1].npz"), "there is no file '{tmp}/none[1].npz'"),
-    (("--seed", "-1"), "--seed=-1 must be an integer of at least 0"),
-    (("--seed", str(2**70)), "--seed=1180591620717411303424 must be an integer"),
+    (("--set", "scenarios.clients.seed=-1"), "seed=-1 must be an integer of at least 0"),
     (("--out", "{tmp}/a.txt"), "the ending of --out='.txt' is unknown; allowed are .png, .pdf, .svg"),
     (("--out", "{tmp}/a.pngg"), "the ending of --out='.pngg' is unknown (did you mean '.png'?)"),
     (("--out", "{taken}/a.png"), "--out='{taken}/a.png' cannot be written"),
@@ -475,7 +472,7 @@ WHOLE = {
         ("run", *OWN, "--out", "{tmp}/run"),
     ),
     "flags": (FLAGS, ("run", "--systems", "fedavg", *OWN, "--out", "{tmp}/run")),
-    "data": (DATA, ("--dataset", "{own}", "--out", "{tmp}/a.png")),
+    "clients": (CLIENTS, ("clients", "--dataset", "{own}", "--out", "{tmp}/a.png")),
     "study": (STUDY, ("run", "{study}", "--dry-run")),
 }
 ROWS = {
@@ -487,5 +484,5 @@ ROWS = {
     for program, table in BENCHMARKS.items()
     for given, *words in table
 }
-AS_PROCESSES = ("call --systems fedmetta", "data --out {taken}/a.png", "benchmarks/check {rows_no_json}")
+AS_PROCESSES = ("call --systems fedmetta", "clients --out {taken}/a.png", "benchmarks/check {rows_no_json}")
 """A few rows run again in a process of their own, with its exit status and both of its streams."""

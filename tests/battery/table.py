@@ -27,8 +27,8 @@ class Shell(NamedTuple):
     """One bad input of a command line.
 
     Attributes:
-      program: module under `experiments`, or file under `benchmarks` with a slash before it; "study" and "command" are
-        `fedjax-meta`.
+      program: module under `experiments`, or file under `benchmarks` with a slash before it; "study", "command", "call", "flags"
+        and "clients" are `fedjax-meta`.
       arguments: `{own}` is a small data set, `{study}` a study of it, `{tmp}` a folder, `{taken}` a file, `{blocked}` a folder
         that cannot be written.
       words: that the output must hold, all of them.

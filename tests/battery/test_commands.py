@@ -102,7 +102,7 @@ def as_users_run_it():
         yield
 
 
-META = ("study", "command", "call", "flags")
+META = ("study", "command", "call", "flags", "clients")
 """Tables of `fedjax-meta`."""
 
 
