@@ -303,9 +303,7 @@ def show(asked: Asked) -> None:
 
 
 @app.command()
-@functools.partial(
-    _of_a_study, only=("study", "variant", "quick", "scenarios", "dataset", "partition", "clients", "model", "set_")
-)
+@functools.partial(_of_a_study, only=_OF_CLIENTS)
 def clients(
     asked: Asked,
     *,

@@ -41,9 +41,7 @@ def figure(clients: Clients) -> Figure:
     """The samples of each client, and of which classes they are."""
     words = "Bars are samples of a client; dashed is the mean."
     if clients.train.labelled:
-        words += (
-            " Below, a row is a class and a column is a client: the darker, the more samples, on a log scale; empty is none."
-        )
+        words += " In the other picture, a row is a class: the darker, the more samples a client has, on a log scale."
     panels = [panel for row in _rows(clients) for panel in row]
     return Figure("samples", "Who has which samples", words, panels)
 
