@@ -190,7 +190,7 @@ def test_the_text_says_how_it_was_tuned_and_that_grids_differ():
         "after 7 rounds",
         "best 1/2 went on",
         "up to 3 times",
-        "fedavg 2, ditto 3",
+        "fedavg: 2 points; ditto: 3 points",
     ):
         assert words in text
     assert tuning.words(study(systems={"local": TREE["systems"]["local"]}), ["accuracy"]) == ""
