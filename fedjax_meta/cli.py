@@ -323,7 +323,7 @@ def clients(
 
     `fedjax-meta clients --dataset mnist_small --partition "dirichlet_classes(concentration=0.3)" --out clients.png`
 
-    Without a study: those of the data set, cut as in a study. The report of a run has the same pictures, but for samples.
+    Without a study, it shows the clients of a data set. Reports of runs have the same table and picture, without sample images.
     """
     scenarios = asked.study.scenarios
     paths = {name: _of_scenario(out, name, several=len(scenarios) > 1) for name in scenarios} if out else {}
