@@ -107,7 +107,7 @@ def _flute(rounds: int, on_round: Callable[[int], None]) -> None:
     data = _federation(x, y, np.arange(60_000), np.full(1000, 60), 10)
     method = fm.fedavg(models.logistic(inputs=784), lr=0.03, epochs=1, batch_size=10)
     pool = _pool(*_images(1, 10_000, (28, 28, 1), 10), 10)
-    test = fm.Evaluator(partial(fm.evaluate, method, support="support", query="query"), pool, known=False)
+    test = fm.Evaluator(partial(fm.evaluate, method, support="support", query="query", known=False), pool)
     _simulate(method, data, rounds, on_round, cohort=10, eval_every=20, evaluators={"test": test})
 
 
@@ -141,7 +141,7 @@ def _pfllib(rounds: int, on_round: Callable[[int], None]) -> None:
     network = models.Network((28, 28, 1), 10, convs=((32, 5, 0), (64, 5, 0)), hidden=(512,))
     task = models.from_linen(network, (28, 28, 1), layers=network.layers)
     method = fm.fedavg(task, lr=0.005, epochs=1, batch_size=10)
-    test = fm.Evaluator(partial(fm.evaluate, method, support="train", query="test"), data, known=True)
+    test = fm.Evaluator(partial(fm.evaluate, method, support="train", query="test"), data)
     _simulate(method, data, rounds, on_round, cohort=20, evaluators={"test": test})
 
 

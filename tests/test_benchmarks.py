@@ -72,6 +72,12 @@ def test_published_workloads_are_the_same_for_all_simulators(monkeypatch, case, 
     assert [options[name] for name in ("lr", "epochs", "batch_size")] == [work.lr, work.epochs, work.batch_size]
 
 
+def test_a_published_workload_is_trained_and_tested():
+    published, rounds = pytest.importorskip("published"), []
+    published.CASES["B"].run(2, rounds.append)
+    assert rounds[-1] == 2
+
+
 @pytest.mark.parametrize("name", ["W1", "W2-50", "MTFL", "W3a-lenet-exact"])
 def test_operations_of_a_round_by_hand(name):
     """Two for each weight and position: forward, the kernel's gradient, and the layer's input's, but for the images."""
