@@ -246,6 +246,7 @@ def own_modules():
         "my_methods": ("new_method", "def fading("),
         "my_models": ("studies", "def small("),
         "my_partitions": ("studies", "def odd_and_even("),
+        "my_rules": ("studies", "def near_median("),
     }
     return {
         name: next(block[2] for block in FENCED.finditer(PAGES[page]) if block[1] == "python" and code in block[2])

@@ -165,7 +165,7 @@ ELSEWHERE = {
     "models.md": 7,
     "new_method.md": 2,
     "reports.md": 1,
-    "studies.md": 3,
+    "studies.md": 4,
     "tasks.md": 5,
 }
 """Blocks that test_readme, test_guide, test_tasks, models/test_docs, study/test_docs and study/test_own run."""

@@ -43,7 +43,8 @@ class Rule:
     @classmethod
     def plain(cls, function: Aggregator) -> "Rule":
         """A rule that needs no key, memory or reference."""
-        return cls(combine=lambda key, stacked, weight, memory, reference: (function(stacked, weight), memory))
+        name = getattr(getattr(function, "func", function), "__name__", "rule")
+        return cls(combine=lambda key, stacked, weight, memory, reference: (function(stacked, weight), memory), name=name)
 
 
 def as_rule(aggregator: Aggregator | Rule) -> Rule:

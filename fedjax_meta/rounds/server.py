@@ -75,7 +75,7 @@ def _aggregate(
         combined, renewed = upload, kept
         if jax.tree.leaves(upload):
             combined, renewed = rule.combine(tagged(key, "aggregator", i), upload, weight, kept, reference)
-            _check_combined(rule.name, combined, upload)
+            check_combined(rule.name, combined, upload)
         result.append(combined)
         memory.append(renewed)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
@@ -83,7 +83,7 @@ def _aggregate(
     return average, average, total, tuple(memory)
 
 
-def _check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
+def check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
     """Raises `ValueError` unless a rule gave a tree like one upload."""
     wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
     structures: list[Any] = [jax.tree.structure(combined), jax.tree.structure(wanted)]

@@ -82,8 +82,7 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
 
     Args:
       what: "methods", "partitions", ...
-      name: of one of them; a part by its own name stands for all that have it. A method, model or partition of one's own:
-        "module:name".
+      name: of one of them; a part by its own name stands for all that have it. One of one's own: "module:name".
       width: of the longest line.
 
     Raises:
@@ -97,6 +96,7 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
         raise ValueError(f"{what} have no options to list; {', '.join(FUNCTIONS)} have")
     known = FUNCTIONS[what]
     own: dict[str, Callable[[str], Any]] = {"methods": lookup.method, "models": lookup.model, "partitions": lookup.partition}
+    own["parts"] = lookup.rule
     if lookup.is_own(name) and what in own:
         known = {name: own[what](name)}
     found = [key for key in known if name in (key, key.rpartition(": ")[2])]

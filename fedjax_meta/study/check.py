@@ -18,6 +18,7 @@ from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
+from fedjax_meta.rounds.server import check_combined
 from fedjax_meta.study import baselines, guarantees
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.files import DRAW
@@ -166,7 +167,8 @@ def _check_defence(federation: Federation, model: Any, data: FederatedData) -> N
         rule, cohort = as_rule(federation.aggregator), federation.cohort_size
         stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cohort, *leaf.shape), leaf.dtype), model)
         given = (jax.random.key(0), stacked, jax.ShapeDtypeStruct((cohort,), np.float32), jax.eval_shape(rule.init, model))
-        jax.eval_shape(rule.combine, *given, None if rule.root is None else model)
+        combined, _ = jax.eval_shape(rule.combine, *given, None if rule.root is None else model)
+        check_combined(rule.name, combined, stacked)
     attack = federation.attack
     if attack is not None and attack.poison is not None:
         poisoned = attack.poisoned(data.client(0), jnp.zeros((), jnp.int32), jnp.array(True), data.num_classes)

@@ -20,6 +20,7 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.baselines import alone, trained
+from fedjax_meta.study.parts import own_names
 from fedjax_meta.study.phase import Phase, RunContext, results_path
 from fedjax_meta.study.result_files import note_points
 from fedjax_meta.study.scenario import TESTED_ON, Clients
@@ -113,7 +114,7 @@ class Job:
         final = self.final()
         ended = trials(final, sweeps.members([self._chosen], self._study.seeds), context)
         edges = choice.at_edge(points, self._chosen)
-        needed = (self._system.method, self._scenario.model, *self._study.metrics)
+        needed = (self._system.method, self._scenario.model, *self._study.metrics, *own_names(self._system.federation))
         changed = folders.changed_code(context.folder, needed)
         traffic = None if final.traffic is None else final.traffic()
         return Outcome(*self.where, found, self._chosen, edges, ended, code_changed=changed, traffic=traffic)

@@ -1,10 +1,12 @@
-"""The methods, models and partitions that a study names: the package's by name, a user's own by where they are, "module:name"."""
+"""What a study names: methods, models and partitions by name, and a user's own things by where they are, "module:name"."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from fedjax_meta import checks
+from fedjax_meta.attacks import Attack
 from fedjax_meta.builders import is_builder
 from fedjax_meta.contract import Method
 from fedjax_meta.data.registry import PAPERS, PARTITIONS, natural
@@ -56,8 +58,7 @@ def model(name: str, what: str = "model") -> Callable[..., Task]:
     takes = set(inspect.signature(found).parameters)
     if not {"vocabulary", "length"} <= takes and not ("classes" in takes and takes & {*FORMS}):
         raise ValueError(
-            f"{what} {name} must take classes and one of {', '.join(FORMS)}, or vocabulary and length, but it takes "
-            f"{', '.join(inspect.signature(found).parameters) or 'nothing'}"
+            f"{what} {name} must take classes and one of {', '.join(FORMS)}, or vocabulary and length, {_unlike(found)}"
         )
     return found
 
@@ -75,8 +76,72 @@ def partition(name: str, what: str = "partition") -> Callable[..., Any]:
     takes = inspect.signature(found).parameters.values() if callable(found) else ()
     options = {one.name for one in takes if one.kind is one.KEYWORD_ONLY}
     if len(takes) != len(options) + 2 or "seed" not in options:
-        raise ValueError(f"{what} {name} must be a function (labels, num_clients, *, seed, ...), not {checks.shown(found)}")
+        raise ValueError(f"{what} {name} must be a function (labels, num_clients, *, seed, ...), {_unlike(found)}")
     return found
+
+
+def aggregator(name: str) -> Callable[..., Any]:
+    """The builder of a user's own aggregator, "module:name"; its arguments are the options.
+
+    It is an aggregator with options, `(stacked, weights, *, ...) -> tree`, or a function of the options alone, `(*, ...)`, that
+    returns an aggregator or an `aggregate.Rule`.
+
+    Raises:
+      ValueError: a module or a name in it that is not there, a function of another form.
+    """
+    found = imported("aggregator", name)
+    takes = list(inspect.signature(found).parameters.values()) if callable(found) else []
+    options = [one for one in takes if one.kind is one.KEYWORD_ONLY]
+    if not callable(found) or len(takes) - len(options) not in (0, 2):
+        raise ValueError(
+            f"aggregator {name} must be a function (stacked, weights, *, ...), or (*, ...) that returns a rule, {_unlike(found)}"
+        )
+    if len(takes) == len(options):
+        return found
+
+    @functools.wraps(found)
+    def build(**given: Any) -> Any:
+        return functools.partial(found, **given)
+
+    vars(build)["__signature__"] = inspect.Signature(options)
+    return build
+
+
+def attack(name: str) -> Callable[..., Attack]:
+    """The builder of a user's own attack, "module:name": `(attackers, ...) -> Attack`; its arguments are the options.
+
+    Raises:
+      ValueError: a module or a name in it that is not there, a function of another form, one that returns no `Attack`.
+    """
+    found = imported("attack", name)
+    if not callable(found) or "attackers" not in inspect.signature(found).parameters:
+        raise ValueError(f"attack {name} must be a function (attackers, ...) that returns an Attack, {_unlike(found)}")
+
+    @functools.wraps(found)
+    def build(**given: Any) -> Attack:
+        made = found(**given)
+        if not isinstance(made, Attack):
+            raise ValueError(f"attack {name} must return an Attack, not {checks.shown(made)}")
+        return made
+
+    return build
+
+
+def _unlike(found: Any) -> str:
+    """Ends a message about a thing that is no function of the form that it must have."""
+    if not callable(found):
+        return f"not {checks.shown(found)}"
+    takes = [
+        f"{one.name}=..." if one.kind is one.KEYWORD_ONLY else one.name for one in inspect.signature(found).parameters.values()
+    ]
+    return f"but it takes {', '.join(takes) or 'nothing'}"
+
+
+def rule(name: str) -> Callable[..., Any]:
+    """The builder of a user's own aggregator or attack: an attack takes `attackers`."""
+    found = imported("part", name)
+    takes = inspect.signature(found).parameters if callable(found) else ()
+    return attack(name) if "attackers" in takes else aggregator(name)
 
 
 def is_own(name: Any) -> TypeGuard[str]:

@@ -6,7 +6,7 @@ leave the numbers as they are, but what changes them changes a digest, as long a
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,33 @@ from fedjax_meta.study.scenario import Scenario
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def made(method: str, place: Scenario | None = None) -> dict[str, Any]:
+def made(method: str, place: Scenario | None = None, rules: Sequence[str] = ()) -> dict[str, Any]:
     """What the results of a method on a scenario are made by, for their file.
+
+    Args:
+      method, place, rules: as in `digests`.
 
     Returns:
       "commit": of the package, `None` outside of a repository; "dirty": whether tracked files differ from it; "method" and
       "runner": see `digests`; "processor": the kind that computed them.
     """
     found = _commit() or {"commit": None, "dirty": None}
-    return {**found, **digests(method, place), "processor": processor()}
+    return {**found, **digests(method, place, rules=rules), "processor": processor()}
 
 
 _commit = functools.cache(package_commit)
 
 
-def digests(method: str, place: Scenario | None = None, root: Path | None = None) -> dict[str, str]:
+def digests(
+    method: str, place: Scenario | None = None, root: Path | None = None, *, rules: Sequence[str] = ()
+) -> dict[str, str]:
     """Digests of what a method's results on a scenario depend on, 16 hexadecimal digits each.
 
     Args:
       method: name in `METHODS`, or "module:name".
       place: the scenario; without one, all data sets and models count.
       root: a folder with the source of the package at another commit; this package when not given.
+      rules: a user's own aggregator and attack, "module:name".
 
     Returns:
       "method": of what the method's file and the scenario import within the package, themselves included; "runner": of the rest
@@ -55,6 +61,8 @@ def digests(method: str, place: Scenario | None = None, root: Path | None = None
         files += _files(lookup.model(place.model))
     if place is not None and lookup.is_own(place.rule):
         files += _files(lookup.partition(place.rule))
+    for name in rules:
+        files += own_code.files(name.partition(":")[0])
     return dict(_digests(tuple(dict.fromkeys(files)), used, root or ROOT))
 
 

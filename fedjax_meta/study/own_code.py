@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from fedjax_meta import imports
-from fedjax_meta.study import lookup
+from fedjax_meta.study import lookup, parts
 from fedjax_meta.study.depends import bindings, code_of
 from fedjax_meta.study.study import Study
 
@@ -14,7 +14,10 @@ def digests(study: Study) -> dict[str, str]:
     """A digest of the code of everything that a study names of a user's own, by name; docstrings and comments do not count."""
     places = [system.method for system in study.systems.values()]
     places += [place for scenario in study.scenarios.values() for place in (scenario.model, scenario.partition) if place]
-    return {name: _digest(name) for name in dict.fromkeys([*places, *study.metrics]) if lookup.is_own(name)}
+    federations = [study.federation, *(one.federation for one in study.scenarios.values())]
+    federations += [one.federation for one in study.systems.values()]
+    rules = [name for federation in federations for name in parts.own_names(federation)]
+    return {name: _digest(name) for name in dict.fromkeys([*places, *study.metrics, *rules]) if lookup.is_own(name)}
 
 
 def files(module: str) -> list[Path]:

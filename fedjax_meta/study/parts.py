@@ -12,6 +12,7 @@ from fedjax_meta import aggregate, attacks, checks, implicit, meta, multistep, p
 from fedjax_meta.aggregate.registry import name_and_options
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods.fedopt import adaptive
+from fedjax_meta.study import lookup
 from fedjax_meta.study.scenario import Clients
 
 ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
@@ -144,6 +145,9 @@ PARTS: dict[str, tuple[Mapping[str, Callable[..., Any]], bool]] = {
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"aggregator": aggregate.parse, "attack": attacks.parse}
 
+OWN: dict[str, Callable[[str], Callable[..., Any]]] = {"aggregator": lookup.aggregator, "attack": lookup.attack}
+"""Options that also name a part of a user's own, "module:name": what finds its function."""
+
 ATTACKERS = "attackers"
 """A word in options of aggregators and attacks, in place of how many clients attack, or which share of them."""
 
@@ -152,10 +156,8 @@ def part(option: str, given: Any) -> Any:
     """A part from its name, or from a mapping with its `name` and options."""
     if given is None:
         return None
-    registry, as_factory = PARTS[option]
-    if isinstance(given, str) and ":" in given and option in _PARSERS:
-        if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", given) and given.partition(":")[0] not in registry:
-            raise ValueError(f"{option} {given}: a study takes none of your own; in Python, give Federation({option}=...)")
+    registry, as_factory = registry_of(option, given), PARTS[option][1]
+    if isinstance(given, str) and ":" in given and given not in registry and option in _PARSERS:
         return _PARSERS[option](given)
     if not as_factory:
         return made(option, registry, given)
@@ -164,6 +166,36 @@ def part(option: str, given: Any) -> Any:
     _check(option, name, registry[name], options)
     _check_needed(option, name, registry[name], options, (inspect.Parameter.KEYWORD_ONLY,))  # the rest is given later
     return functools.partial(registry[name], **options) if options else registry[name]
+
+
+def registry_of(option: str, given: Any) -> Mapping[str, Callable[..., Any]]:
+    """The functions that make the parts of an option, with the one of a user's own that is given, if any.
+
+    Raises:
+      ValueError: see `lookup.aggregator` and `lookup.attack`.
+    """
+    registry = PARTS[option][0]
+    name = own_name(option, given)
+    return registry if name is None else {**registry, name: OWN[option](name)}
+
+
+def own_name(option: str, given: Any) -> str | None:
+    """The "module:name" of a part of a user's own, `None` for other parts.
+
+    Example:
+      >>> own_name("aggregator", {"name": "my_rules:near", "limit": 2}), own_name("aggregator", "krum:f=2")
+      ('my_rules:near', None)
+    """
+    name = given.get("name") if isinstance(given, Mapping) else given
+    if option not in OWN or not lookup.is_own(name):
+        return None
+    form = re.fullmatch(r"([\w.]+):[A-Za-z_]\w*", name)
+    return name if form and form[1] not in PARTS[option][0] else None
+
+
+def own_names(federation: Mapping[str, Any]) -> list[str]:
+    """The names of a user's own parts in the options of a federation."""
+    return [name for option in OWN if (name := own_name(option, federation.get(option))) is not None]
 
 
 def made(option: str, registry: Mapping[str, Callable[..., Any]], given: Any) -> Any:
@@ -218,8 +250,9 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> di
     if attack is not None:
         own = attack.get(ATTACKERS, attackers)
         attackers = own if isinstance(own, float) else attackers
-        checks.one_of("attack", attack.get("name"), ATTACKS)
-        takes = inspect.signature(ATTACKS[attack["name"]]).parameters
+        known = registry_of("attack", attack)
+        checks.one_of("attack", attack.get("name"), known)
+        takes = inspect.signature(known[attack["name"]]).parameters
         checks.options(f"attack {attack['name']}", attack.keys() - {"name"}, (*takes, ATTACKERS), {}, error=ValueError)
         if own is None:
             raise ValueError(f"attack {attack.get('name')} needs attackers: give it, or the scenario, a share, attackers=0.2")
@@ -256,6 +289,8 @@ def _mapping(given: Any) -> dict[str, Any]:
     """A part as a mapping with its name."""
     if not isinstance(given, str):
         return dict(given)
+    if any(own_name(option, given) for option in OWN):
+        return {"name": given}
     name, options = name_and_options(given)
     return {"name": name, **options}
 
@@ -326,7 +361,9 @@ def filled(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[st
 def option_at(federation: Mapping[str, Any], path: str) -> inspect.Parameter | None:
     """The option of a part that a name in a grid means, see `placed`; `None` if it has none of this name."""
     option, *words = path.split(".")
-    registry, name = (UPLOADS, words[0]) if option == "uploads" else (PARTS[option][0], _named(federation[option]))
+    uploaded = option == "uploads"
+    registry: Mapping[str, Callable[..., Any]] = UPLOADS if uploaded else registry_of(option, federation[option])
+    name = words[0] if uploaded else _named(federation[option])
     return inspect.signature(registry[name]).parameters.get(words[-1]) if name in registry else None
 
 

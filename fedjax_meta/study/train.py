@@ -20,7 +20,7 @@ from fedjax_meta.algorithm import State
 from fedjax_meta.blocks import schedule
 from fedjax_meta.rounds import federate
 from fedjax_meta.simulation import Evaluator, Record, simulate
-from fedjax_meta.study import made
+from fedjax_meta.study import made, parts
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.phase import Phase, RunContext, Saved, Stopped, results_path, saved_shapes, waves
 from fedjax_meta.study.result_files import read_json, read_trials, save_clients
@@ -368,7 +368,8 @@ def _where(phase: Phase) -> tuple[str, str, str]:
 def _makers(path: Path, phase: Phase) -> list[Json]:
     """By which code the trials of a file are made, see `made`: a list, since others may have been trained before."""
     before = json.loads(path.read_text(encoding="utf-8")).get("made", []) if path.is_file() else []
-    now = made.made(phase.config["system"]["method"], phase.place)
+    system = phase.config["system"]
+    now = made.made(system["method"], phase.place, parts.own_names(system["federation"]))
     return [*(one for one in before if one != now), now]
 
 

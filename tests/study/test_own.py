@@ -1,4 +1,4 @@
-"""Methods, models and partitions of a user's own, which a study names as "module:name"."""
+"""Methods, models, partitions, rules and attacks of a user's own, which a study names as "module:name"."""
 
 import dataclasses
 import importlib
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from fedjax_meta import imports, loggers, measures
-from fedjax_meta.study import System, from_tree, made, own_code, to_yaml
+from fedjax_meta.study import System, from_tree, made, own_code, run, to_yaml
 from fedjax_meta.study.scenario import Scenario
 from fedjax_meta.study.tuning import points_of, shaping
-from tests.study.common import study, tree
+from tests.study.common import Silent, study, tree
 from tests.test_commands import own_modules
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -23,6 +23,7 @@ cli = pytest.importorskip("fedjax_meta.cli", reason="the command line needs type
 RUN = ["run", "--systems", "my_methods:fading(lr=0.1), fedper(lr=0.1)", "--dataset", "digits", "--clients", "6"]
 RUN += ["--model", "my_models:small(width=4)", "--partition", "my_partitions:odd_and_even(mixed=0.5)", "--out", "run"]
 CUT = ["--systems", "fedavg", "--dataset", "digits", "--partition"]
+BY = ["--dataset", "digits", "--systems"]
 METHOD = """import jax.numpy as jnp
 import fedjax_meta as fm
 from fedjax_meta import masks
@@ -57,6 +58,36 @@ BROKEN = {
     "unreadable": "def (\n",
     "needs": "import no_such_package\n",
     "other": "import fedjax_meta as fm\n\n\ndef narrow(x):\n    return x\n\n\ndef nothing(inputs, classes):\n    return 1\n",
+    "alike": """import fedjax_meta as fm
+
+
+def trimmed(*, share: float):
+    return fm.aggregate.trimmed_mean(share)
+
+
+def nearest(*, f):
+    return fm.aggregate.nearest_neighbours(fm.aggregate.median, f)
+
+
+def flips(attackers, *, scale=1.0, seed=0):
+    return fm.attacks.sign_flip(attackers, scale=scale, seed=seed)
+
+
+def needy(stacked, weights, *, size):
+    return stacked
+
+
+def positional(a, b, c):
+    return a
+
+
+def one(stacked, weights):
+    return 1.0
+
+
+def honest(attackers):
+    return 3
+""",
     "cuts": """import numpy as np
 
 
@@ -229,6 +260,61 @@ def test_a_partition_of_ones_own_gets_targets_as_they_are():
     assert np.allclose(lowest, np.linspace(-1, 1, 60)[[0, 20, 40]])
 
 
+def test_rules_and_attacks_of_ones_own_act_as_the_same_ones_of_the_package(tmp_path):
+    """Their options may have grids, and say "attackers"."""
+    trained = []
+    for rule, neighbours, attack in (
+        ({"name": "alike:trimmed"}, {"name": "alike:nearest", "f": "attackers"}, {"name": "alike:flips"}),
+        ({"name": "trimmed_mean"}, "nearest_neighbours:f=attackers+median", {"name": "sign_flip"}),
+    ):
+        one = from_tree(
+            tree(
+                systems={
+                    "grid": {"method": "fedavg", "grid": {"aggregator.share": [0.2, 0.4]}, "federation": {"aggregator": rule}},
+                    "rule": {"method": "fedper", "options": {"lr": 0.1}, "federation": {"aggregator": neighbours}},
+                },
+                scenarios={
+                    "clients": {"dataset": "digits", "clients": 10, "attackers": 0.2, "federation": {"attack": attack}}
+                },
+                federation={"cohort_size": 5},
+                rounds=2,
+                seeds=[1],
+            )
+        )
+        outcomes = run.run(one, tmp_path / f"{len(trained)}", watcher=Silent())
+        trained.append([(outcome.chosen, [trial.rows[-1]["tests"] for trial in outcome.final]) for outcome in outcomes])
+    assert trained[0] == trained[1]
+
+
+def test_rules_and_attacks_of_ones_own_belong_to_the_digests():
+    federation = {"aggregator": {"name": "my_rules:near_median", "share": 0.5}}
+    attack = {"attack": {"name": "my_rules:free_riders", "attackers": 0.2}}
+    system = {"fedavg": {"method": "fedavg", "federation": attack}}
+    assert list(own_code.digests(from_tree(tree(systems=system, federation=federation)))) == [
+        "my_rules:near_median",
+        "my_rules:free_riders",
+    ]
+    before = made.digests("fedavg", rules=["my_rules:near_median"])["method"]
+    assert before != made.digests("fedavg")["method"]
+    Path("my_rules.py").write_text(own_modules()["my_rules"].replace("0.01", "0.1"), encoding="utf-8")
+    forget()
+    assert made.digests("fedavg", rules=["my_rules:near_median"])["method"] != before
+
+
+def test_a_rule_of_ones_own_that_changes_during_a_run_is_told_of():
+    words = ["run", "--systems", "fedavg(aggregator=my_rules:near_median)", "--dataset", "digits", "--out", "run"]
+    assert said(*words, "--rounds", "1")[0] == 0
+    Path("my_rules.py").write_text(own_modules()["my_rules"].replace("0.5", "0.25"), encoding="utf-8")
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, text = said(*words, "--rounds", "2")
+    assert code == 0 and "note: the code of my_rules:near_median has changed since this run was begun" in text
+    assert "its code changed during the run" in text
+    assert "share: 0.25" in said("list", "parts", "my_rules:near_median")[1]
+    assert "deviation: 0.01" in said("list", "parts", "my_rules:free_riders")[1]
+
+
 def test_the_note_says_which_samples_a_partition_of_ones_own_uses():
     Path("part.py").write_text(
         "import numpy as np\n\n\ndef half(labels, num_clients, *, seed, common=0):\n"
@@ -269,9 +355,26 @@ def test_files_that_the_code_imports_from_its_folder_count():
         (["--systems", "fails:x"], "importing fails raises ZeroDivisionError: division by zero"),
         (["--systems", "unreadable:x"], "importing unreadable raises SyntaxError: invalid syntax"),
         (["--systems", "fading"], "--systems='fading' is unknown"),
+        ([*BY, "fedavg(aggregator=my_rules:near_medium)"], "has no attribute 'near_medium' (did you mean 'near_median'?)"),
+        ([*BY, "fedavg(aggregator={name: 'my_rules:near_median', shares: 1})"], "takes no 'shares' (did you mean 'share'?)"),
         (
-            ["--systems", "fedavg(aggregator=my_rules:mean)"],
-            "aggregator my_rules:mean: a study takes none of your own; in Python",
+            [*BY, "fedavg(aggregator=alike:positional)"],
+            "(stacked, weights, *, ...), or (*, ...) that returns a rule, but it takes a, b, c",
+        ),
+        (
+            [*BY, "fedavg(aggregator=alike:fm)"],
+            "aggregator alike:fm must be a function (stacked, weights, *, ...), or (*, ...)",
+        ),
+        ([*BY, "fedavg(aggregator=alike:needy)"], "aggregator alike:needy needs size: {name: alike:needy, size: VALUE}"),
+        ([*BY, "fedavg(aggregator=alike:one)"], "aggregator one must give a tree like one client's upload"),
+        (
+            [*BY, "fedavg(attack=my_rules:free_riders)"],
+            "attack my_rules:free_riders needs attackers: give it, or the scenario, a share",
+        ),
+        ([*BY, "fedavg(attack={name: 'alike:honest', attackers: 0.2})"], "attack alike:honest must return an Attack, not 3"),
+        (
+            [*BY, "fedavg(attack=my_rules:near_median)"],
+            "a function (attackers, ...) that returns an Attack, but it takes stacked, weights",
         ),
         (["--systems", "fedavg", "--model", "my_models:smal"], "has no attribute 'smal' (did you mean 'small'?)"),
         (["--systems", "fedavg", "--model", "my_models:small(widht=3)"], "takes no 'widht' (did you mean 'width'?)"),
@@ -282,9 +385,12 @@ def test_files_that_the_code_imports_from_its_folder_count():
         ([*CUT, "my_partitions:odd_and_even(mixt=1)"], "takes no 'mixt' (did you mean 'mixed'?)"),
         (
             [*CUT, "cuts:without_seed"],
-            "cuts:without_seed must be a function (labels, num_clients, *, seed, ...), not <function",
+            "cuts:without_seed must be a function (labels, num_clients, *, seed, ...), but it takes labels, num_clients",
         ),
-        ([*CUT, "cuts:positional"], "cuts:positional must be a function (labels, num_clients, *, seed, ...), not <function"),
+        (
+            [*CUT, "cuts:positional"],
+            "must be a function (labels, num_clients, *, seed, ...), but it takes labels, num_clients",
+        ),
         ([*CUT, "cuts:np"], "cuts:np must be a function (labels, num_clients, *, seed, ...), not <module"),
         ([*CUT, "cuts:cut(returns=one)"], "cuts:cut must return (order, sizes), e.g. a Partition, not [ 0 1 2 3"),
         ([*CUT, "cuts:cut(returns=far)"], "must be integers in [0, 1797)"),
