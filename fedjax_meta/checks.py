@@ -128,6 +128,7 @@ def between(name: str, value: Any, least: float, most: float, *, each: bool = Fa
 
 def count(name: str, value: Any, *, least: int = 1) -> None:
     """Raises `ValueError` unless `value` is an integer of at least `least` that fits in 32 bits."""
+    _not_traced(name, value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name}={shown(value)} must be an integer of at least {least}")
     if value > LARGEST_COUNT:
@@ -140,6 +141,7 @@ def seed(name: str, value: Any, *, bits: int = 63, generator: bool = True) -> No
     NumPy's generators take 63 bits, its legacy generator 32. JAX's keys take 32 too, unless `jax_enable_x64` is set: a larger
     seed would have the key of a smaller one. Where 32 bits are asked for, or `generator` is false, a generator is refused.
     """
+    _not_traced(name, value)
     generator = generator and bits > 32
     if isinstance(value, np.random.Generator) and generator:
         return
@@ -147,6 +149,14 @@ def seed(name: str, value: Any, *, bits: int = 63, generator: bool = True) -> No
     if not whole or not 0 <= value < 2**bits:
         either = " or a NumPy generator" if generator else ""
         raise ValueError(f"{name}={shown(value)} must be an integer of at least 0 and below 2**{bits}{either}")
+
+
+def _not_traced(name: str, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} decides what a program is, so that it cannot be traced: give a Python integer; in a sweep, leave it out of "
+            "the numbers, and give each of its values a sweep of its own"
+        )
 
 
 def word(name: str, value: Any) -> None:

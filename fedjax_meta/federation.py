@@ -205,7 +205,7 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
     form = f"inputs {_form(x)} and {'labels' if data.num_classes else 'targets'} {_form(y)}"
     try:
         logits = jax.eval_shape(task.predict, variables, x)
-        program, loss = jax.make_jaxpr(_loss_of(task), return_shape=True)(variables, batch)
+        program, (loss, moved) = jax.make_jaxpr(_loss_of(task), return_shape=True)(variables, batch)
         criterion = getattr(task.loss, "criterion", None)
         if isinstance(criterion, MeanLoss):
             check_entries(criterion.name, criterion.entries, logits, targets(batch))
@@ -216,10 +216,18 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
         raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
     model, samples = len(jax.tree.leaves(variables)), len(jax.tree.leaves((x, y)))
     by_samples, by_weight = ([*[False] * model, *[not of_weight] * samples, of_weight] for of_weight in (False, True))
-    if dependent(program, by_samples)[0] and not dependent(program, by_weight)[0]:
+    reads = zip(dependent(program, by_samples), dependent(program, by_weight), strict=True)
+    careless = [of_samples and not of_weight for of_samples, of_weight in reads]
+    if careless[0]:
         raise ValueError(
             "the task's loss does not read batch.weight, which is 0 for rows that fill a batch up: they would count as samples; "
             "take the mean of real ones, fm.task.weighted_mean(losses, batch.weight)"
+        )
+    if any(careless):
+        path, _ = jax.tree_util.tree_leaves_with_path(moved)[careless.index(True) - 1]
+        raise ValueError(
+            f"the model's leaf {jax.tree_util.keystr(path)} is renewed from samples without their weight, which is 0 for rows "
+            "that fill a batch up: they would count as samples; take statistics of real ones, by the argument weight"
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(f"the task's loss is {loss.dtype}, which has no gradient: it must be a floating-point number")
@@ -230,8 +238,8 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
         raise ValueError(f"the model has {logits.shape[-1]} outputs, but the data have num_classes={data.num_classes}")
 
 
-def _loss_of(task: Task) -> Callable[[Variables, Batch], jax.Array]:
-    return lambda variables, batch: task.loss(variables, batch, jax.random.key(0))[0]
+def _loss_of(task: Task) -> Callable[[Variables, Batch], tuple[jax.Array, Variables]]:
+    return lambda variables, batch: task.loss(variables, batch, jax.random.key(0))
 
 
 def _one_sample(data: FederatedData) -> tuple[PyTree, PyTree]:

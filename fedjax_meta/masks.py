@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedjax_meta import checks
 from fedjax_meta.task import Task, require_task
@@ -49,13 +50,35 @@ def _aligned(function: Callable[..., Any], first: PyTree, *others: PyTree) -> Py
         raise
 
 
+def check(mask: Mask, tree: PyTree | None = None) -> None:
+    """Raises `ValueError` unless a mask has a bool at every leaf, and at the leaves of the tree that it is for.
+
+    Example:
+      >>> check("head")
+      Traceback (most recent call last):
+      ...
+      ValueError: a mask has a Python bool at every leaf, not 'head'; write masks.resolve('head', task)
+    """
+    for leaf in jax.tree.leaves(mask):
+        if not isinstance(leaf, (bool, np.bool_)):
+            hint = f"; write masks.resolve({leaf!r}, task)" if isinstance(leaf, str) else ""
+            raise ValueError(f"a mask has a Python bool at every leaf, not {checks.shown(leaf)}{hint}")
+    odd = None if tree is None else checks.misplaced_leaf(mask, tree)
+    if odd is not None:
+        raise ValueError(f"a mask has a Python bool at every leaf of the parameters, but {odd}")
+
+
 def split(tree: PyTree, mask: Mask) -> tuple[PyTree, PyTree]:
     """Splits a tree into (leaves where the mask is true, the others), each with `None` in place of the missing leaves.
+
+    Raises:
+      ValueError: see `check`.
 
     Example:
       >>> split({"body": 1, "head": 2}, {"body": False, "head": True})
       ({'body': None, 'head': 2}, {'body': 1, 'head': None})
     """
+    check(mask)
     selected = _aligned(lambda keep, leaf: leaf if keep else None, mask, tree)
     rest = _aligned(lambda keep, leaf: None if keep else leaf, mask, tree)
     return selected, rest
@@ -86,11 +109,13 @@ def _given(a: Any, b: Any) -> Any:
 
 def complement(mask: Mask) -> Mask:
     """True where the mask is false."""
+    check(mask)
     return jax.tree.map(lambda keep: not keep, mask)
 
 
 def union(a: Mask, b: Mask) -> Mask:
     """True where either mask is."""
+    check((a, b))
     return _aligned(lambda x, y: x or y, a, b)
 
 
@@ -101,6 +126,7 @@ def everything_like(mask: Mask) -> Mask:
 
 def intersection(a: Mask, b: Mask) -> Mask:
     """True where both masks are."""
+    check((a, b))
     return _aligned(lambda x, y: x and y, a, b)
 
 

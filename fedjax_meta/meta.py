@@ -11,6 +11,7 @@ every step) or `Batches`; the support may also be a `WithHessian`.
 No estimator uses reverse-mode differentiation through the inner loop; see `trajectory`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, loops
+from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import Batches
 from fedjax_meta.task import FIRST_ORDER_ONLY
 from fedjax_meta.trajectory import (
@@ -119,8 +120,10 @@ def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
       mask: boolean tree of the leaves that adapt (ANIL: the head); all by default.
 
     Raises:
-      ValueError: a negative rate; from the estimator: the meta-parameters are a `MetaSGD`.
+      ValueError: a negative rate, a mask that is a word; from the estimator: the meta-parameters are a `MetaSGD`, the mask has
+        other leaves than they.
     """
+    masks.check(mask)
     if not jax.tree.leaves(rate):
         raise ValueError(f"rate={rate} must be a number, or a tree of rates like the parameters")
     for leaf in jax.tree.leaves(rate):
@@ -151,6 +154,8 @@ def learned_sgd(*, mask: Mask | None = None, per_step: bool = False) -> InnerOpt
     Raises:
       ValueError: from the estimator: the meta-parameters are not a `MetaSGD`, or its rates do not match its parameters.
     """
+
+    masks.check(mask)
 
     def start(meta: MetaSGD) -> Params:
         if not isinstance(meta, MetaSGD):
@@ -216,6 +221,7 @@ def optimizer(
         name = getattr(factory, "__name__", "factory")
         raise ValueError(f"optimizer({name}) has no rate: write optimizer({name}, 0.1)")
     checks.not_negative("rate", rate)
+    masks.check(mask)
     transformation = factory(rate)
     if not isinstance(transformation, optax.GradientTransformation):
         raise ValueError(f"factory(rate) must return an optax.GradientTransformation, not {_kind(transformation)}")
@@ -499,6 +505,7 @@ def adapt(
     checks.count("steps", steps)
     support = split_support(support)[0]
     check_floats(meta)
+    _check_mask(inner, meta)
     check_loss(loss, inner.start(meta), as_batches(support, steps))
     meta = _own_copy(inner, loss, meta, support, None, steps)
     support = as_batches(support, steps)
@@ -515,7 +522,9 @@ def as_batches(batch: PyTree, steps: int) -> Batches:
         return Batches(lambda step, chunk: batch, steps, steps)
     if batch.max_steps < 1 or (isinstance(batch.steps, int) and batch.steps < 1):
         raise ValueError(f"steps={batch.steps} of the support must be at least 1 (max_steps={batch.max_steps})")
-    return batch
+    if isinstance(batch.steps, int):
+        return batch
+    return dataclasses.replace(batch, steps=jnp.minimum(batch.steps, batch.max_steps))  # room for a step's parameters
 
 
 def prepared(
@@ -524,8 +533,14 @@ def prepared(
     """What an estimator begins with: (meta-parameters, support, query, Hessian batches or `None`), see `check_problem`."""
     support, hessian = split_support(support)
     check_floats(meta)
+    _check_mask(inner, meta)
     meta = _own_copy(inner, loss, meta, support, query, steps)
     return meta, *check_problem(loss, inner.start(meta), support, query, steps), hessian
+
+
+def _check_mask(inner: InnerOptimizer, meta: Params) -> None:
+    if inner.mask is not None:
+        masks.check(inner.mask, inner.start(meta))
 
 
 def _own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree, steps: int) -> Params:

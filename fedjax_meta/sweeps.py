@@ -389,12 +389,20 @@ class Programs:
         return program(*arguments)
 
 
+SHAPING = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""Errors of a traced number where Python needs its value."""
+
+
 @contextlib.contextmanager
 def _numbers_that_shape_nothing() -> Iterator[None]:
     """Explains the error of a program that would need a number of a member when it is compiled."""
     try:
         yield
-    except jax.errors.ConcretizationTypeError as error:
+    except SHAPING as error:
         raise ValueError(
             f"a number of this sweep decides what its program is ({checks.first_line(error)}): give each of its values a sweep, "
             "or in a study a system, of its own"

@@ -7,8 +7,10 @@ smaller. The number of steps may be a traced value.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -124,7 +126,7 @@ def hessian_product(
     """(loss, gradient, `v -> H v`) of one step; H is transposed where it is not symmetric.
 
     A loss whose backward pass is its gradient has a symmetric H: then H v is the forward derivative of the gradient. Where a loss
-    has rules of its own (`jax.custom_vjp`, e.g. a reversed gradient), it is the transposed one, which costs more.
+    has rules of its own (`jax.custom_vjp`, `jax.custom_jvp`; a reversed gradient), it is the transposed one, which costs more.
 
     A step of one chunk is linearised once and serves any number of products; its product is a pytree of the residuals. For a
     step of several chunks, every product goes through the chunks again, so that only one chunk's activations are in memory.
@@ -163,9 +165,24 @@ def hessian_product(
 
 
 def has_own_backward_pass(loss: ScalarLoss, params: Params, batch: PyTree) -> bool:
-    """Whether a loss has `jax.custom_vjp` in it, so that its gradient need not be the derivative of anything."""
+    """Whether a loss has rules of a user's own in it, so that its gradient need not be the derivative of anything.
+
+    Rules are `jax.custom_vjp` and `jax.custom_jvp`. The latter's that JAX itself has (relu, logsumexp) are true derivatives.
+    """
     program = jax.make_jaxpr(loss)(params, batch).jaxpr
-    return any(one.primitive.name.startswith("custom_vjp_call") for one in operations(program))
+    return any(_has_own_rule(one) for one in operations(program))
+
+
+JAX = str(Path(jax.__file__).parent)
+"""The folder of JAX's own functions."""
+
+
+def _has_own_rule(operation: Any) -> bool:
+    name = operation.primitive.name
+    if not name.startswith("custom_jvp_call"):
+        return bool(name.startswith("custom_vjp_call"))
+    debug = getattr(getattr(operation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
+    return f" at {JAX}{os.sep}" not in (getattr(debug, "func_src_info", None) or "")
 
 
 def _gradient_and_value(loss: ScalarLoss, batch: PyTree, params: Params) -> tuple[Updates, jax.Array]:

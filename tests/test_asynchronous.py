@@ -349,27 +349,71 @@ def test_what_cannot_go_with_it_is_refused():
         fm.federate(fm.fedper(task()), fm.Federation(cohort_size=2, schedule=table, average_personal=True))
 
 
-@pytest.mark.parametrize("attack", [fm.attacks.sign_flip((1,)), fm.attacks.ipm((1,), scale=1.0)], ids=["alone", "together"])
-def test_an_attacker_lies_about_the_buffers_that_it_was_given(attack):
-    """Every client adds 1 to the buffer that it was given; the attacker takes 1 from it in place of that."""
-    data = fm.from_clients([(np.ones((20, 3)), np.ones(20, int))] * 4, num_classes=2)
+# Every client adds 1 to `w` and to the buffer `b` that it was given.
+FOUR = [(np.ones((20, 3)), np.ones(20, int))] * 4
+WAYS = {
+    "values": {},
+    "clip": {"uploads": (uploads.clip(1e6),)},
+    "sparsify": {"uploads": (uploads.sparsify(1.0),)},
+    "norm bounding": {"aggregator": aggregate.norm_bounding(1e6)},
+}
+"""Ways of uploads, none of which changes a number."""
 
+
+def adder():
     def client(key, received, samples):
-        return fm.Trained(received.model | {"b": received.model["b"] + 1}, {})
+        return fm.Trained(jax.tree.map(lambda leaf: leaf + 1, received.model), {})
 
-    method = fm.Method(
+    return fm.Method(
         init=lambda key: {"w": jnp.zeros((3, 2)), "b": jnp.zeros(())},
         client=client,
         personalize=fm.received_model,
         predict=lambda variables, x: x @ variables["w"],
         roles=fm.masks.roles({"w": False, "b": False}, {"w": True, "b": False}),
     )
+
+
+def added(table, **options):
+    """The model after all rounds of a schedule."""
+    federation = fm.Federation(cohort_size=table.cohorts.shape[1], schedule=table, **options)
+    data = fm.from_clients(FOUR, num_classes=2)
+    return fm.simulate(adder(), data, key=jax.random.key(0), rounds=len(table.cohorts), federation=federation)[0].model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("attack", [fm.attacks.sign_flip((1,)), fm.attacks.ipm((1,), scale=1.0)], ids=["alone", "together"])
+def test_an_attacker_lies_about_the_buffers_that_it_was_given(attack, way):
+    """The attacker takes 1 from it in place of adding it."""
     table = schedules.fedbuff([1.0, 1.5, 3, 4], rounds=8, buffer_size=2, concurrency=4, most_stale=10)
     assert any(1 in ids and lag[ids.tolist().index(1)] for ids, lag in zip(table.cohorts, table.staleness, strict=True))
-    federation = fm.Federation(cohort_size=2, schedule=table, server_lr=1.0, attack=attack)
-    state, _ = fm.simulate(method, data, key=jax.random.key(0), rounds=8, federation=federation)
     versions = [0.0]
     for ids, lags in zip(table.cohorts, table.staleness, strict=True):
         given = [versions[len(versions) - 1 - lag] for lag in lags]
         versions.append(np.mean([b + (-1 if i == 1 else 1) for i, b in zip(ids, given, strict=True)]))
-    assert float(state.model["b"]) == pytest.approx(versions[-1])
+    assert float(added(table, server_lr=1.0, attack=attack, **WAYS[way])["b"]) == pytest.approx(versions[-1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("attack", "step"), [(None, 1), (fm.attacks.sign_flip((1,)), -1), (fm.attacks.gaussian((1,), deviation=1e-12), 0)]
+)
+def test_fedasync_mixes_what_a_client_made_of_the_model_that_it_was_given(attack, step, way):
+    """Shared leaves and buffers alike, by hand: client 1 moves by `step`, the others by 1."""
+    table = schedules.fedasync([1.0, 1.5, 3, 4], rounds=8, concurrency=4, most_stale=10)
+    versions = [0.0]
+    for (i,), (lag,) in zip(table.cohorts, table.staleness, strict=True):
+        share = 0.6 / np.sqrt(1 + lag)
+        trained = versions[len(versions) - 1 - lag] + (step if i == 1 else 1)
+        versions.append((1 - share) * versions[-1] + share * trained)
+    model = added(table, server_lr=0.6, attack=attack, **WAYS[way])
+    for leaf in jax.tree.leaves(model):
+        np.testing.assert_allclose(leaf, versions[-1], rtol=1e-9)
+
+
+def test_fedasync_clips_what_a_client_changed_not_how_far_the_server_moved_on():
+    """Nobody moves by more than the norm of the clip, but the server is far from where slow clients began."""
+    table = schedules.fedasync([1.0, 1.1, 1.2, 9], rounds=40, concurrency=4, most_stale=40)
+    norm = np.sqrt(7)  # of a change by 1 in w and b
+    free, clipped = (added(table, server_lr=0.6, uploads=(uploads.clip(most),)) for most in (1e6, 1.01 * norm))
+    assert table.staleness.max() > 20
+    assert problems.distance(free, clipped) < 1e-12

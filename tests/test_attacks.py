@@ -565,12 +565,17 @@ def test_label_flips_and_backdoors_go_with_noise_and_masks():
         fm.Federation(attack=attack, uploads=(clip(1.0), fm.uploads.noise(1.0), fm.uploads.mask(16)))
 
 
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"uploads": (clip(1e6),)}, {"uploads": (fm.uploads.sparsify(1.0),)}, {"aggregator": aggregate.norm_bounding(1e6)}],
+    ids=["values", "clip", "sparsify", "norm bounding"],
+)
 @pytest.mark.parametrize("make", [lambda: attacks.sign_flip((0,), scale=2.0), lambda: attacks.ipm((0,), scale=2.0)])
-def test_a_lie_about_own_leaves_is_one_about_how_they_moved(make):
+def test_a_lie_about_own_leaves_is_one_about_how_they_moved(make, way):
     """Averaged personal leaves: an attacker's are compared with its own from before the round, by hand."""
     both = fm.schedules.given([[0, 1]])
     options = {"average_personal": True, "weighting": "uniform", "lr": 0.2}
-    run = problems.build("fedper", cohort_size=2, devices=1, schedule=both, attack=make(), **options)
+    run = problems.build("fedper", cohort_size=2, devices=1, schedule=both, attack=make(), **options, **way)
     data = problems.data()
     first, _ = run.round(jax.random.key(1), run.init(jax.random.key(3), data), data)
     second, _ = run.round(jax.random.key(2), first, data)

@@ -198,6 +198,27 @@ def test_a_number_that_decides_the_program_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (lambda v: {"attack": fm.attacks.sign_flip(v)}, "a number of this sweep decides what its program is"),
+        (lambda v: {"attack": fm.attacks.sign_flip(0.5, seed=v)}, "seed decides what a program is"),
+        (lambda v: {"uploads": (fm.uploads.quantize(v),)}, "bits decides what a program is"),
+        (lambda v: {"aggregator": fm.aggregate.krum(v)}, "f decides what a program is"),
+        (lambda v: {"cohort_size": v}, "cohort_size decides what a program is"),
+    ],
+    ids=["attackers", "seed", "bits", "f", "cohort_size"],
+)
+def test_an_option_that_decides_the_program_is_named(options, words):
+    def build(v):
+        federation = fm.Federation(**{"cohort_size": 3, **options(v)})
+        return fm.fedavg(problems.task(), lr=0.1, batch_size=16), federation
+
+    with pytest.raises(ValueError, match=words) as error:
+        sweep(build, members(grid(v=[0.3, 0.6] if "sweep" in words else [1, 2]), [1]), problems.data(), rounds=1)
+    assert "\n" not in str(error.value)
+
+
 def test_a_state_of_another_sweep_is_refused():
     _, state, _ = run(rounds=1, seeds=[1], points=grid(lr=[0.1], prox_weight=[0.1]))
     with pytest.raises(ValueError, match="state does not fit"):

@@ -142,3 +142,12 @@ def test_numbered_batches_know_their_step_and_weigh_chunks_by_real_samples():
     for step in (0, 2):
         found = batches.numbered().mean(lambda pair: pair[0].x + 10.0 * pair[1], step)
         assert float(found) == pytest.approx(4 + 10 * step)
+
+
+def test_leaves_that_are_no_floats_are_those_of_the_last_chunk_with_samples():
+    """A counter of steps, beyond what float32 holds; a mean would cut fractions off."""
+    weights = jnp.array([[0.5, 0.5], [0.2, 0.1], [0.0, 0.0]])
+    many = 2**24 + 1
+    batches = Batches(lambda step, chunk: Batch(weights[chunk], chunk, weights[chunk]), steps=1, max_steps=1, chunks=3)
+    count, even = batches.mean(lambda batch: (jnp.int32(many) + batch.y, batch.y % 2 == 0), 0)
+    assert int(count) == many + 1 and not even and count.dtype == jnp.int32 and even.dtype == bool

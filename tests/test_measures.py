@@ -265,3 +265,29 @@ def test_what_another_evaluator_found_is_no_score_of_clients():
 def test_rounds_to_a_target_know_that_an_error_must_fall():
     found = metrics.rounds_to_target([3.0, 2.0, 1.0], 2.0, higher_is_better=False)
     assert found.rounds == (2,) and metrics.rounds_to_target([3.0, 2.0, 1.0], 2.0).rounds == (1,)
+
+
+def test_a_metric_that_counts_rows_that_fill_a_batch_up_is_refused():
+    def wrong(statistics, outputs, batch):
+        return statistics[0] + jnp.sum(jnp.argmax(outputs, -1) != batch.y), statistics[1] + len(batch.y)
+
+    def right(statistics, outputs, batch):
+        return statistics[0] + jnp.sum(batch.weight * (jnp.argmax(outputs, -1) != batch.y)), statistics[1] + jnp.sum(
+            batch.weight
+        )
+
+    def result(statistics):
+        return statistics[0] / statistics[1]
+
+    state = fm.federate(fm.fedavg(problems.task()), fm.Federation(cohort_size=2)).init(jax.random.key(0), problems.data())
+    for update, words in ((wrong, "'error' does not read batch.weight"), (right, None)):
+        metric = fm.Metric(
+            name="error", init=lambda: (0.0, 0.0), update=update, result=result, higher_is_better=False, share=True
+        )
+        given = fm.fedavg(problems.task()), jax.random.key(1), state, problems.data()
+        if words is not None:
+            with pytest.raises(ValueError, match=words):
+                fm.evaluate(*given, metrics=(metric,))
+            continue
+        found = fm.evaluate(*given, metrics=(metric, "accuracy")).metrics
+        np.testing.assert_allclose(found["error"].values, 1 - found["accuracy"].values, rtol=1e-6)

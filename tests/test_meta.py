@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from fedjax_meta import meta
+from fedjax_meta import meta, trajectory
 from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.implicit import implicit_gradient
 from fedjax_meta.task import Batch, cross_entropy
@@ -571,18 +571,76 @@ def adversarial(params: Any, batch: Batch) -> jax.Array:
     return network(params, batch) + jnp.mean((against - 1) ** 2)
 
 
+@jax.custom_jvp
+def quantised(x: jax.Array, size: jax.Array) -> jax.Array:
+    return jnp.round(x / size) * size
+
+
+@quantised.defjvp
+def _straight_through(primals: Any, tangents: Any) -> Any:
+    """Learned step size quantisation (Esser et al. 2020)."""
+    (x, size), (dx, d_size) = primals, tangents
+    return quantised(x, size), dx + d_size * (jnp.round(x / size) - x / size)
+
+
+def quantising(params: Any, batch: Batch) -> jax.Array:
+    """A loss of quantised weights, whose step size is learned."""
+    weights = quantised(params["body"]["w"], 0.3 + params["head"]["b"][0] ** 2)
+    return network(params | {"body": params["body"] | {"w": weights}}, batch)
+
+
+@pytest.mark.parametrize("loss", [adversarial, quantising])
 @pytest.mark.parametrize(("name", "steps", "chunks"), [("sgd", 1, 1), ("adam", 3, 1), ("head only", 2, 1), ("sgd", 2, 2)])
-def test_exact_for_a_loss_with_a_backward_pass_of_its_own(name: str, steps: int, chunks: int) -> None:
+def test_exact_for_a_loss_with_rules_of_its_own(name: str, steps: int, chunks: int, loss: Any) -> None:
     inner, theta, query = RULES[name](), parameters(), batch(99, 9)
     support = several(10, steps, steps)
-    reference = jax.grad(partial(after_adaptation, inner=inner, support=support, query=query, loss=adversarial))(theta)
+    reference = jax.grad(partial(after_adaptation, inner=inner, support=support, query=query, loss=loss))(theta)
 
     def get(step: Any, chunk: Any) -> Batch:
         return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:])[chunk], support.get(step, 0))
 
     whole = dataclasses.replace(support, get=get, chunks=chunks)
-    found = run(meta.exact(inner), adversarial, theta, whole, query)
+    found = run(meta.exact(inner), loss, theta, whole, query)
     assert_close(found.gradient, reference, 1e-10)
+
+
+def test_rules_that_jax_itself_has_are_true_derivatives() -> None:
+    """Networks with them take the cheaper forward product."""
+    own = trajectory.has_own_backward_pass
+    relu = lambda p, b: jnp.sum(jax.nn.relu(p) + jax.nn.gelu(p)) + jax.nn.logsumexp(p)  # noqa: E731
+    assert not own(relu, jnp.ones(3), 0.0)
+    assert own(quantising, parameters(), batch(1, 6)) and own(adversarial, parameters(), batch(1, 6))
+
+
+WRONG_MASKS = {
+    "a word": ("head", "not 'head'; write masks.resolve"),
+    "one bool": (True, "one value at the root"),
+    "a prefix": ({"body": False, "head": True}, "one value at"),
+    "numbers": ({"body": {"w": 0.0, "b": 0.0}, "head": {"w": 1.0, "b": 1.0}}, "a Python bool at every leaf, not 0.0"),
+    "words": ({"body": {"w": "no", "b": "no"}, "head": {"w": "yes", "b": "yes"}}, "a Python bool at every leaf, not 'no'"),
+}
+
+
+@pytest.mark.parametrize(("mask", "words"), WRONG_MASKS.values(), ids=WRONG_MASKS)
+def test_a_mask_must_have_a_bool_at_every_leaf(mask: Any, words: str) -> None:
+    for make in (meta.sgd, partial(meta.optimizer, optax.sgd)):
+        for estimator in (*ESTIMATORS, None):
+            with pytest.raises(ValueError, match=words):
+                inner = make(0.1, mask=mask)
+                if estimator is None:
+                    meta.adapt(network, parameters(), batch(1, 6), inner)
+                else:
+                    estimator(inner)(network, parameters(), batch(1, 6), batch(2, 9))
+
+
+def test_no_more_steps_are_taken_than_there_is_room_for() -> None:
+    with pytest.raises(ValueError, match="steps=4 must be at most max_steps=2"):
+        several(10, 4, 2)
+    theta, query = parameters(), batch(99, 9)
+    for estimator in (meta.exact, partial(meta.exact, checkpoint_every=1), meta.first_order):
+        made = estimator(meta.sgd(0.1))
+        traced = jax.jit(lambda steps, made=made: made(network, theta, several(10, steps, 2), query).gradient)(4)
+        assert_close(traced, made(network, theta, several(10, 2, 2), query).gradient, 1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

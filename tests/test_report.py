@@ -316,6 +316,16 @@ def test_the_round_of_divergence(predictions, losses, faults, expected):
     assert report.series("A", "local", 1, rows, "a/local").diverged == expected
 
 
+def test_a_metric_that_has_no_value_for_a_client_is_no_divergence():
+    """The recall of a class that a client lacks; without a loss, nothing else says whether a run diverged."""
+    scores = {"loss": 0.5, "accuracy_mean": 0.8, "recall_mean": math.nan}
+    row = {"round": 3, "faults": [], "tests": {"known": {"scores": scores}}}
+    assert report.diverged([row], "known") is None
+    assert report.diverged([row | {"tests": {"known": {"scores": scores | {"loss": math.nan}}}}], "known") == 3
+    del scores["loss"]
+    assert report.diverged([row], "known") == 3
+
+
 def test_rows_of_a_broken_off_block_precede_the_next_one(predictions):
     """Metrics and faults are joined in order, times added, and tests are those of the second row."""
     faults = [Fault(number, "clients left out", (number,), "w", False) for number in (1, 2)]

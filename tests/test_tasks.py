@@ -381,6 +381,23 @@ BAD = {
         ),
         "the task's loss does not read batch.weight",
     ),
+    "statistics that count rows of padding": (
+        lambda: _begin(
+            fm.from_functions(
+                lambda key: {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3)},
+                lambda v, x, *, train, key, weight: (
+                    (x - v["mean"]) @ v["w"],
+                    v | ({"mean": jnp.mean(x, 0)} if train else {}),
+                ),
+                (3,),
+                trainable=lambda v: {"w": True, "mean": False},
+            ),
+            np.ones((8, 3)),
+            np.ones(8, int),
+            num_classes=2,
+        ),
+        r"the model's leaf \['mean'\] is renewed from samples without their weight",
+    ),
     "too small a vocabulary": (
         lambda: _begin(token_task(), {"tokens": np.zeros((8, 5), int)}, np.zeros((8, 5), int), num_classes=9),
         "the model has 7 outputs, but the data have num_classes=9",

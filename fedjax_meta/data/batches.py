@@ -47,10 +47,13 @@ class Batches:
     Attributes:
       get: `(step, chunk) -> batch`.
       steps: number of steps, a Python int or a traced int32 scalar.
-      max_steps: static upper bound of `steps`, for code that stores something for each step.
+      max_steps: static upper bound of `steps`, for code that stores something for each step; meta-gradients take no more steps.
       chunks: number of batches that make up one step, a Python int or a traced int32 scalar.
       samples: `batch -> number of real samples`, the weight of a chunk in the mean over its step; the sum of the weights of its
         targets where they have their own (`Weighted`).
+
+    Raises:
+      ValueError: more steps than `max_steps`.
     """
 
     get: Callable[[Scalar, Scalar], PyTree]
@@ -58,6 +61,10 @@ class Batches:
     max_steps: int
     chunks: Scalar = 1
     samples: Callable[[PyTree], jax.Array] = real_samples
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, int) and self.steps > self.max_steps:
+            raise ValueError(f"steps={self.steps} must be at most max_steps={self.max_steps}")
 
     def keyed(self, key: Key) -> "Batches":
         """The same batches as pairs (batch, key), with a separate key for each batch.
@@ -111,8 +118,10 @@ class Batches:
         return dataclasses.replace(self, steps=jnp.where(condition, self.steps, 0))
 
     def mean(self, function: Callable[[PyTree], PyTree], step: Scalar) -> PyTree:
-        """Mean of `function(batch)`, a pytree of floats, over the chunks of one step, whatever it is for a chunk without
-        samples; 16-bit leaves are added up in float32.
+        """Mean of `function(batch)` over the chunks of one step, whatever it is for a chunk without samples.
+
+        Leaves of 16 bits are added up in float32. Of leaves that are no floats, such as counters, the last chunk with samples
+        counts.
         """
         if isinstance(self.chunks, int) and self.chunks == 1:
             return function(self.get(step, 0))
@@ -126,12 +135,23 @@ class Batches:
             counts = weight > 0  # the mean over no sample may be NaN
 
             def more(leaf: jax.Array, one: jax.Array) -> jax.Array:
+                if not jnp.issubdtype(one.dtype, jnp.inexact):
+                    return jnp.where(counts, one, leaf)
                 return leaf + weight.astype(leaf.dtype) * jnp.where(counts, one, 0).astype(leaf.dtype)
 
             return jax.tree.map(more, total, values), weights + weight
 
         shapes, whole = jax.eval_shape(term, 0)
-        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), shapes)
+        zero = jax.tree.map(_empty_sum, shapes)
         total, weight = loops.fori_loop(self.chunks, add, (zero, jnp.zeros(whole.shape, whole.dtype)))
         weight = jnp.where(weight > 0, weight, 1)
-        return jax.tree.map(lambda leaf, one: (leaf / weight.astype(leaf.dtype)).astype(one.dtype), total, shapes)
+
+        def mean(leaf: jax.Array, one: jax.ShapeDtypeStruct) -> jax.Array:
+            return (leaf / weight.astype(leaf.dtype)).astype(one.dtype) if jnp.issubdtype(one.dtype, jnp.inexact) else leaf
+
+        return jax.tree.map(mean, total, shapes)
+
+
+def _empty_sum(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    wide = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if wide else leaf.dtype)

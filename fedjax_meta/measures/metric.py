@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
+from fedjax_meta.dependence import marks_of
 from fedjax_meta.task import Batch, check_entries, entry_weights, targets
 from fedjax_meta.types import PyTree, Scalar
 
@@ -118,7 +119,8 @@ def begin(metric: Metric, outputs: Any, batch: Batch) -> PyTree:
       outputs, batch: shapes.
 
     Raises:
-      ValueError: a task without predictions, statistics that change their structure or shape, a result that is no scalar.
+      ValueError: a task without predictions, statistics that change their structure or shape, that count rows which fill a batch
+        up, a result that is no scalar.
     """
     start = jax.tree.map(jnp.array, metric.init())
     if getattr(outputs, "shape", ())[-1:] == (0,):
@@ -133,6 +135,7 @@ def begin(metric: Metric, outputs: Any, batch: Batch) -> PyTree:
     ):
         shapes = [jax.tree.map(lambda leaf: list(leaf.shape), tree) for tree in (start, after)]
         raise ValueError(f"metric {metric.name!r}: init gives statistics of shapes {shapes[0]}, but update gives {shapes[1]}")
+    _check_weighted(metric, start, outputs, batch)
     start = jax.tree.map(lambda old, new: old.astype(jnp.promote_types(old.dtype, new.dtype)), start, after)
     if metric.name != CONFUSION:
         result = jax.eval_shape(metric.result, start)
@@ -140,6 +143,27 @@ def begin(metric: Metric, outputs: Any, batch: Batch) -> PyTree:
             form = f"an array {list(result.shape)}" if hasattr(result, "shape") else f"a {type(result).__name__}"
             raise ValueError(f"metric {metric.name!r}: result must give one number, a scalar, for each client, not {form}")
     return start
+
+
+def _check_weighted(metric: Metric, start: PyTree, outputs: Any, batch: Batch) -> None:
+    """Raises `ValueError` if a statistic depends on samples, but not on their weights."""
+
+    def marks(of_samples: bool) -> list[bool]:
+        def all_like(tree: PyTree, mark: bool) -> PyTree:
+            return jax.tree.map(lambda _: mark, tree)
+
+        rows = Batch(
+            *(all_like(leaf, mark) for leaf, mark in zip(batch, (of_samples, of_samples, not of_samples), strict=True))
+        )
+        marked = all_like(start, False), all_like(outputs, of_samples), rows
+        return jax.tree.leaves(marks_of(metric.update, marked, start, outputs, batch))
+
+    by_samples, by_weight = marks(True), marks(False)
+    if any(one and not other for one, other in zip(by_samples, by_weight, strict=True)):
+        raise ValueError(
+            f"metric {metric.name!r} does not read batch.weight, which is 0 for rows that fill a batch up: they would count as "
+            "samples; multiply what update adds up by it"
+        )
 
 
 def update(metric: Metric, statistics: PyTree, outputs: jax.Array, batch: Batch) -> PyTree:

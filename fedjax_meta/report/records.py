@@ -249,9 +249,10 @@ def _numbers(values: ArrayLike) -> list[float]:
 def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:
     """The round from which on a run has diverged, `None` if it has not.
 
-    A run has diverged when its last evaluation is not finite, or when a round since the evaluation before counts as diverged (see
-    `algorithm.Faults`). It has diverged since the first of the evaluations, up to the last, of which that is true. A run that
-    recovers has not diverged.
+    A run has diverged when the loss of its last evaluation is not finite, or when a round since the evaluation before counts as
+    diverged (see `algorithm.Faults`). It has diverged since the first of the evaluations, up to the last, of which that is true.
+    A run that recovers has not diverged. Where no loss is measured, all scores must be finite. Beside a loss they need not be: a
+    metric may have no value for a client, e.g. the recall of a class that it lacks.
 
     Args:
       rows: one for each evaluation, in order (see `compact`).
@@ -260,7 +261,8 @@ def diverged(rows: Sequence[Mapping[str, Any]], test: str) -> int | None:
     since = None
     for row in rows:
         rounds = [fault["round"] for fault in row.get("faults", ()) if fault["diverged"]]
-        if rounds or not all(math.isfinite(value) for value in row["tests"][test]["scores"].values()):
+        scores = row["tests"][test]["scores"]
+        if rounds or not all(map(math.isfinite, [scores["loss"]] if "loss" in scores else scores.values())):
             since = min([*rounds, row["round"]]) if since is None else since
         else:
             since = None

@@ -59,7 +59,7 @@ def by_client(
     attack, members = found
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
-        reference = _before(setting, message, before, received.model, given.extra)
+        reference = _before(setting, message, before, received.model, given)
         attacks = _of(members, id_)
         lie = partial(attack.alone, tagged(key, "attack"), attacks)
         message = _told(setting, lie, lambda leaf: attacks, message, reference)
@@ -77,14 +77,20 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
     (*upload, measured), weights = outputs.upload
     read, before, own = outputs.read
     message = Message(tuple(upload), measured, outputs.stacked, read)
-    common = partial(_before, setting, jax.tree.map(lambda leaf: leaf[0], message._replace(read=())), (), extra=state.extra)
-    if setting.federation.average_personal:
-        rest = masks.split(state.model, setting.personal)[1]
-        reference = jax.vmap(lambda mine: common(masks.merge(mine, rest)))(own)
-    elif setting.asynchronous is None:
-        reference = jax.tree.map(lambda leaf: leaf[None], common(state.model))
+    of_one = jax.tree.map(lambda leaf: leaf[0], message._replace(read=()))
+
+    def unchanged(id_: jax.Array, mine: PyTree) -> Message:
+        given, weight = stale.given(setting, context, id_)
+        model = given.model
+        if setting.federation.average_personal:
+            model = masks.merge(mine, masks.split(model, setting.personal)[1])
+        found = _before(setting, of_one, (), model, given)
+        return found._replace(upload=stale.scaled(setting, state.model, given.model, found.upload, weight))
+
+    if setting.federation.average_personal or setting.asynchronous is not None:
+        reference = jax.vmap(unchanged)(ids, own)
     else:
-        reference = jax.vmap(lambda id_: common(stale.given(setting, context, id_)[0].model))(ids)
+        reference = jax.tree.map(lambda leaf: leaf[None], unchanged(ids[0], ()))
     reference = reference._replace(read=before)
     attacks = _of(members, ids)
     lie = partial(attack.together, attacks, outputs.returned)
@@ -120,15 +126,22 @@ def _of(members: np.ndarray, ids: jax.Array) -> jax.Array:
     return jnp.asarray(members)[ids] & (ids >= 0)
 
 
-def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, extra: PyTree) -> Message:
-    """What the numbers of a client's message are compared with: those that it got, and 0 for changes and statistics."""
+def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, given: State) -> Message:
+    """The message of a client that changes nothing: 0 for changes and statistics, and the numbers that it began with, `model`.
+
+    Averaged personal leaves begin with the client's own, not with those that it was `given`.
+    """
     zeros = partial(jax.tree.map, jnp.zeros_like)
     part, statistics = zeros(message.upload)
-    if not setting.sends_differences:
-        part = masks.merge(masks.split(part, setting.shared)[0], masks.split(model, setting.buffers)[0])
+    moving, held = masks.split(part, setting.shared)
+    begun, server = (masks.split(tree, setting.buffers)[0] for tree in (model, given.model))
+    if setting.sends_differences:
+        held = jax.tree.map(lambda leaf, new, old: (new - old).astype(leaf.dtype), held, server, begun)
+    else:
+        held = begun
         if setting.method.statistics_renew_extra:
-            statistics = extra
-    return Message((part, statistics), zeros(message.measured), zeros(message.stacked), read)
+            statistics = given.extra
+    return Message((masks.merge(moving, held), statistics), zeros(message.measured), zeros(message.stacked), read)
 
 
 def _told(

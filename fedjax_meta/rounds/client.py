@@ -42,8 +42,8 @@ def client_round(
     # A client without samples has learned nothing, whatever its rule made of it.
     works = ~(weights[0] <= 0) & works
     weights = _within_masks(setting, trained, weights, data)
-    base = state.model if setting.mixes_models(trained) else given.model
-    upload = upload_of(setting, base, state.extra, trained)
+    setting.check_mixture(trained)
+    upload = upload_of(setting, given.model, state.extra, trained)
     sent, measured, residual, residual_if_lost = setting.chain.client(
         tagged(key, "uploads"), setting.sent(upload), kept.residual, state.aggregation.uploads, setting.carries(upload)
     )
@@ -225,7 +225,9 @@ def _kept_after(
         must_fit("what remember returns", memory, before.memory)
     personal = masks.split(trained.model, setting.personal)[0]
     personal, residual = where(took_part, (personal, residual), (before.personal, before.residual))
-    memory = where(returned if method.memory_of_uploads else took_part, memory, before.memory)
+    # A client whose first upload is lost keeps the memory that it began with.
+    held = where(took_part, received.memory, before.memory) if method.memory_of_uploads else before.memory
+    memory = where(returned if method.memory_of_uploads else took_part, memory, held)
     return Kept(personal, memory, residual)
 
 

@@ -93,17 +93,15 @@ class Setting:
         schedule = self.federation.schedule
         return schedule if isinstance(schedule, Asynchronous) else None
 
-    def mixes_models(self, trained: Trained) -> bool:
-        """Whether the server moves towards a client's model rather than along its change.
+    @property
+    def mixes_models(self) -> bool:
+        """Whether the server moves towards a client's model rather than along its change."""
+        return self.asynchronous is not None and self.asynchronous.mixes_models
 
-        Raises:
-          ValueError: it does, but clients send no models.
-        """
-        if self.asynchronous is None or not self.asynchronous.mixes_models:
-            return False
-        if trained.pseudo_gradient is not None:
+    def check_mixture(self, trained: Trained) -> None:
+        """Raises `ValueError` if models are mixed, but clients send none."""
+        if self.asynchronous is not None and self.mixes_models and trained.pseudo_gradient is not None:
             raise ValueError(f"clients of {self.method.name} send gradients, but {self.asynchronous.name} mixes their models")
-        return True
 
     @cached_property
     def personal(self) -> Mask:

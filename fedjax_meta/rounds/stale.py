@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fedjax_meta import masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.rounds.setting import Context, Setting
-from fedjax_meta.types import PyTree
+from fedjax_meta.types import Mask, PyTree
 
 
 def begin(setting: Setting, model: PyTree) -> PyTree:
@@ -37,26 +37,32 @@ def given(setting: Setting, context: Context, id_: jax.Array) -> tuple[State, An
 def scaled(setting: Setting, model: PyTree, begun: PyTree, upload: PyTree, weight: Any) -> PyTree:
     """What arrives of a client as the server takes it: the change of shared leaves times the staleness weight.
 
-    Buffers are averaged as they come. Differences of buffers are those from the model that the client was given, `begun`, but the
-    server takes them from its own, `model`.
+    A client sends changes from the model that it was given, `begun`. Where models are mixed, the server needs those from its own,
+    `model`, and so it does for differences of buffers. Buffers that are sent as values are averaged as they come.
 
     Where models are mixed, the client's buffers are mixed with those of `model`. Their weight is s(tau) times the server's rate
     if it takes plain steps. The rate of another optimiser is no share of a mixture, so the weight is s(tau) then.
     """
     if weight is None:
         return upload
+
+    def from_now(changes: PyTree, of: Mask) -> PyTree:
+        now, then = (masks.split(tree, of)[0] for tree in (model, begun))
+        return jax.tree.map(lambda change, new, old: change + (new - old).astype(change.dtype), changes, now, then)
+
     part, statistics = upload
     moving, held = masks.split(part, setting.shared)
+    if setting.mixes_models:
+        moving = from_now(moving, setting.shared)
+    if setting.sends_differences:
+        held = from_now(held, setting.buffers)
     moving = jax.tree.map(lambda leaf: weight.astype(leaf.dtype) * leaf, moving)
-    if setting.asynchronous is not None and setting.asynchronous.mixes_models:
+    if setting.mixes_models:
         share = weight * setting.plain_server_lr
         old = masks.split(model, setting.buffers)[0]
         if setting.sends_differences:
             old = jax.tree.map(jnp.zeros_like, old)
         held = jax.tree.map(lambda b, b_i: _mixed(b, b_i, share), old, held)
-    elif setting.sends_differences:
-        now, then = (masks.split(tree, setting.buffers)[0] for tree in (model, begun))
-        held = jax.tree.map(lambda change, new, old: change + (new - old).astype(change.dtype), held, now, then)
     return masks.merge(moving, held), statistics
 
 

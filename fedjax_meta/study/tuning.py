@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -165,6 +166,12 @@ def scores(trials: Sequence[Trial], tuning: Tuning) -> list[Judged]:
 def best(trials: Sequence[Trial], tuning: Tuning) -> Judged:
     """The point with the best mean score over the seeds, after the last round; a diverged trial counts as the worst."""
     judged = scores(trials, tuning)
+    if all(math.isnan(one.score) for one in judged) and any(trial.diverged is None for trial in trials):
+        warnings.warn(
+            f"{judged[0].kind.name} is no number for some client at every point, so that no point is better than another: the "
+            "first is taken; tune by another metric, tuning.metric=...",
+            stacklevel=2,
+        )
     return judged[judged[0].kind.best([one.score for one in judged])]
 
 

@@ -47,9 +47,18 @@ def test_the_server_keeps_the_mean_of_the_memories(name, chain):
 
 
 def test_embeddings_stay_where_nothing_comes_back():
+    """They are those that clients began with: drawn, not the zeros of an empty row."""
     algorithm = build("pfedhn", participation=late(*range(7)), cohort_size=7, devices=1)
-    before = algorithm.init(KEY, problems.data())
-    assert problems.leaves_equal(rounds(algorithm, 1).memory, before.memory)
+    first, third = (rounds(algorithm, number).memory for number in (1, 3))
+    assert problems.leaves_equal(first, third)
+    assert 0.3 < np.std(jax.tree.leaves(first)[0]) < 2
+
+
+def test_a_client_whose_first_upload_is_lost_has_its_memory_by_the_second_round():
+    """The steps of MOCHA, which would be 0, and learn nothing."""
+    algorithm = build("mocha", participation=late(0), cohort_size=7, devices=1)
+    memory = rounds(algorithm, 1).memory
+    assert (np.asarray(memory.step) > 0).all()
 
 
 def test_models_of_mocha_do_not_depend_on_uploads_that_never_came():

@@ -47,6 +47,12 @@ def test_a_diverged_trial_never_wins_a_grid_whatever_its_model_scores():
     assert tuning.best([bad], Tuning()).point == {"lr": 1.0}  # there is no other
 
 
+def test_a_grid_whose_score_is_no_number_anywhere_says_so():
+    trials = [Trial({"lr": lr}, 0, [validated(np.nan)], None) for lr in (0.1, 1.0)]
+    with pytest.warns(UserWarning, match="accuracy is no number for some client at every point.*the first is taken"):
+        assert tuning.best(trials, Tuning()).point == {"lr": 0.1}
+
+
 def test_halving_keeps_no_point_with_a_seed_that_has_diverged():
     """Two seeds of three points; the best one has a seed that ended."""
     halved = Tuning(rounds=8, seeds=[0, 1], halving=2)
