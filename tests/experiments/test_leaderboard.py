@@ -1103,7 +1103,14 @@ def trained_again(system, out, words, code=ROOT):
     settings = [f"systems.{system}.grid={{{name}: [{value}]}}", f"seeds=[{wanted.seed}]"]
     # As a user's shell has it: the tests' own flags and 64 bits are for tests.
     environment = {key: text for key, text in os.environ.items() if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    command = [sys.executable, *words(str(ROOT / listed.study), system, str(out), settings)]
+    study = ROOT / listed.study
+    if code != ROOT:  # options of other systems came later
+        shown = subprocess.run(
+            ["git", "-C", ROOT, "show", f"{wanted.commit}:{listed.study}"], check=True, capture_output=True, timeout=60
+        )
+        study = out.with_suffix(".yaml")
+        study.write_bytes(shown.stdout)
+    command = [sys.executable, *words(str(study), system, str(out), settings)]
     environment["PYTHONPATH"] = str(code)
     subprocess.run(command, check=True, env=environment, cwd=code, capture_output=True, timeout=1200)
     return wanted, json.loads((out / f"results/mnist_small/{system}.final.json").read_text())

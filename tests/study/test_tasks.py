@@ -40,7 +40,9 @@ def regression():
     for _ in range(8):
         x = rng.normal(size=(24, 3))
         samples.append((x, x @ np.array([1.0, -2.0, 0.5]) + 3 + 0.3 * rng.normal() + 0.1 * rng.normal(size=24)))
-    task = fm.regression(lambda key: {"w": jnp.zeros(3), "b": jnp.zeros(())}, lambda p, x: x @ p["w"] + p["b"])
+    task = fm.regression(
+        lambda key: {"w": 0.1 * jax.random.normal(key, (3,)), "b": jnp.zeros(())}, lambda p, x: x @ p["w"] + p["b"]
+    )
     return clients_of(task, samples, num_classes=0)
 
 
@@ -136,7 +138,9 @@ def test_the_untrained_model_is_that_of_each_seed(made):
     chosen, built, _, _, score, *_ = made
     row = lambda seeds: results.lines(dataclasses.replace(chosen, seeds=seeds), "pairs", built["pairs"], [])[-1].known  # noqa: E731
     means = [row([seed])[0] for seed in chosen.seeds]
-    assert len(set(means)) == len(chosen.seeds) > 1 or score == "perplexity"  # that model begins with equal chances
+    first, second = (jax.tree.leaves(built["pairs"].task.init(jax.random.key(seed))) for seed in (1, 2))
+    drawn = any((a != b).any() for a, b in zip(first, second, strict=True))
+    assert drawn == (score == "rmse") and (len(set(means)) == len(chosen.seeds) > 1) == drawn
     assert row(chosen.seeds) == pytest.approx((np.mean(means), np.std(means, ddof=1)))
 
 
