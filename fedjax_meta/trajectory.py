@@ -167,14 +167,15 @@ def hessian_product(
 def has_own_backward_pass(loss: ScalarLoss, params: Params, batch: PyTree) -> bool:
     """Whether a loss has rules of a user's own in it, so that its gradient need not be the derivative of anything.
 
-    Rules are `jax.custom_vjp` and `jax.custom_jvp`. The latter's that JAX itself has (relu, logsumexp) are true derivatives.
+    Rules are `jax.custom_vjp` and `jax.custom_jvp`. Of the latter, those of JAX itself (relu, logsumexp) and of this package are
+    true derivatives.
     """
     program = jax.make_jaxpr(loss)(params, batch).jaxpr
     return any(_has_own_rule(one) for one in operations(program))
 
 
-JAX = str(Path(jax.__file__).parent)
-"""The folder of JAX's own functions."""
+TRUE = tuple(f" at {Path(file).parent}{os.sep}" for file in (jax.__file__, __file__))
+"""Where functions are whose own rules are true derivatives, as JAX writes it."""
 
 
 def _has_own_rule(operation: Any) -> bool:
@@ -182,7 +183,8 @@ def _has_own_rule(operation: Any) -> bool:
     if not name.startswith("custom_jvp_call"):
         return bool(name.startswith("custom_vjp_call"))
     debug = getattr(getattr(operation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
-    return f" at {JAX}{os.sep}" not in (getattr(debug, "func_src_info", None) or "")
+    place = getattr(debug, "func_src_info", None) or ""
+    return not any(folder in place for folder in TRUE)
 
 
 def _gradient_and_value(loss: ScalarLoss, batch: PyTree, params: Params) -> tuple[Updates, jax.Array]:

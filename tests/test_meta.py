@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
+import fedjax_meta as fm
 from fedjax_meta import meta, trajectory
 from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.implicit import implicit_gradient
@@ -604,11 +605,14 @@ def test_exact_for_a_loss_with_rules_of_its_own(name: str, steps: int, chunks: i
     assert_close(found.gradient, reference, 1e-10)
 
 
-def test_rules_that_jax_itself_has_are_true_derivatives() -> None:
+def test_rules_of_jax_and_of_this_package_are_true_derivatives() -> None:
     """Networks with them take the cheaper forward product."""
     own = trajectory.has_own_backward_pass
     relu = lambda p, b: jnp.sum(jax.nn.relu(p) + jax.nn.gelu(p)) + jax.nn.logsumexp(p)  # noqa: E731
     assert not own(relu, jnp.ones(3), 0.0)
+    lenet = fm.models.lenet()
+    images = Batch(jnp.zeros((2, 32, 32, 3)), jnp.zeros(2, int), jnp.ones(2))
+    assert not own(lambda p, b: lenet.loss(p, b, jax.random.key(0))[0], lenet.init(jax.random.key(0)), images)
     assert own(quantising, parameters(), batch(1, 6)) and own(adversarial, parameters(), batch(1, 6))
 
 

@@ -229,3 +229,12 @@ def test_without_its_package_the_accountant_says_what_to_install(monkeypatch):
 def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("delta", "noise", "words"), [(1.0, 1e-5, "delta=1.0"), (0.0, 1.0, "delta=0.0"), (1e-5, -1.0, "noise=-1.0")]
+)
+def test_arguments_of_the_gaussian_mechanism_in_another_order_are_refused(delta, noise, words):
+    """They would give an epsilon of 0."""
+    with pytest.raises(ValueError, match=words):
+        privacy.gaussian_epsilon(delta, noise)

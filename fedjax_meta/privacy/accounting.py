@@ -291,9 +291,14 @@ def gaussian_epsilon(delta: float, noise: float) -> float:
     """The exact epsilon of the Gaussian mechanism, see `gaussian_delta`; 0 where delta is large enough without it.
 
     Infinity where the noise is less than 1e-100 times its sensitivity.
+
+    Raises:
+      ValueError: a delta outside of (0, 1), noise below 0.
     """
     from scipy import optimize
 
+    checks.fraction("delta", delta)
+    checks.not_negative("noise", noise)
     if noise < 1e-100:
         return math.inf
     if gaussian_delta(0.0, noise) <= delta:
