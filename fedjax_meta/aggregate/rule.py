@@ -43,7 +43,7 @@ class Rule:
     @classmethod
     def plain(cls, function: Aggregator) -> "Rule":
         """A rule that needs no key, memory or reference."""
-        name = getattr(getattr(function, "func", function), "__name__", "rule")
+        name = getattr(getattr(function, "func", function), "__name__", "rule").replace("<lambda>", "rule")
         return cls(combine=lambda key, stacked, weight, memory, reference: (function(stacked, weight), memory), name=name)
 
 

@@ -97,7 +97,7 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
     known = FUNCTIONS[what]
     own: dict[str, Callable[[str], Any]] = {"methods": lookup.method, "models": lookup.model, "partitions": lookup.partition}
     own["parts"] = lookup.rule
-    if lookup.is_own(name) and what in own:
+    if lookup.is_own(name) and ": " not in name and what in own:
         known = {name: own[what](name)}
     found = [key for key in known if name in (key, key.rpartition(": ")[2])]
     if not found:
