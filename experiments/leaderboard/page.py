@@ -168,7 +168,7 @@ def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: s
         )
         if any(_own_target(line, target) for line in lines):
             goal += (
-                " Rows whose remark has another target are of a run that trained locally once more, with sums in another order; "
+                " Rows whose remark has another target are of a run that trained locally once more, by its own commit; "
                 "its local training is what they are behind or not."
             )
     text += [f"What it took: {_counted(trained)}.{goal}", "", _table(headings, costs, text_columns=2), ""]

@@ -82,7 +82,7 @@ def options(what: str, name: str, *, width: int = WIDTH) -> list[str]:
 
     Args:
       what: "methods", "partitions", ...
-      name: of one of them; a part by its own name stands for all that have it. One of one's own: "module:name".
+      name: of one of them; a part by its own name stands for all that have it; "module:name" is one of a user's own.
       width: of the longest line.
 
     Raises:
