@@ -274,6 +274,17 @@ def optimizer_factory(name: str, value: Any) -> None:
         raise ValueError(f"{wanted}, but {called}(0.1) raises {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(f"{wanted}, but {called}(0.1) gives {shown(made)}")
+    gradients_suffice(name, called, made)
+
+
+def gradients_suffice(name: str, called: str, made: optax.GradientTransformation) -> None:
+    """Raises `ValueError` for an optimiser that needs more than gradients and parameters in a step, e.g. a line search.
+
+    Args:
+      name: of the argument that it was given as.
+      called: what the caller calls the optimiser.
+      made: the optimiser.
+    """
     leaf = jax.ShapeDtypeStruct((1,), jnp.float32)
     try:
         jax.eval_shape(lambda numbers: made.update(numbers, made.init(numbers), numbers), {"w": leaf})

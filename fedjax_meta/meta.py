@@ -202,8 +202,8 @@ def optimizer(
       mask: boolean tree of the leaves that adapt; all by default.
 
     Raises:
-      ValueError: `factory` is not such a function, `rate` is missing or negative; from the estimator: the meta-parameters are
-        a `MetaSGD`.
+      ValueError: `factory` is not such a function, its optimiser needs more than gradients and parameters in a step (a line
+        search needs the loss), `rate` is missing or negative; from the estimator: the meta-parameters are a `MetaSGD`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -225,6 +225,7 @@ def optimizer(
     transformation = factory(rate)
     if not isinstance(transformation, optax.GradientTransformation):
         raise ValueError(f"factory(rate) must return an optax.GradientTransformation, not {_kind(transformation)}")
+    checks.gradients_suffice("factory", getattr(factory, "__name__", "factory"), transformation)
 
     def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         del meta

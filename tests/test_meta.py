@@ -497,6 +497,7 @@ def test_optimizer_takes_a_factory_and_a_rate() -> None:
         ((optax.adam,), "optimizer(adam) has no rate: write optimizer(adam, 0.1)"),
         ((optax.adam, -0.1), "rate=-0.1"),
         ((meta.sgd, 0.1), "must return an optax.GradientTransformation, not an object of type InnerOptimizer"),
+        ((optax.polyak_sgd, 0.1), "factory: polyak_sgd needs value= at each step, such as the value of the loss"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             meta.optimizer(*arguments)

@@ -1,14 +1,16 @@
 """The folder of a run: what is run there, and by which code, in `run.json` and `study.yaml`."""
 
+import contextlib
 import dataclasses
 import json
+import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fedjax_meta import checkpoint, costs, disk, report
+from fedjax_meta import checkpoint, checks, costs, disk, report
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.privacy import Guarantee
 from fedjax_meta.study import guarantees, lookup, own_code
@@ -23,6 +25,9 @@ Json = Any
 
 PARTS = "parts"
 """In a run that processes share: a folder for each system, which is locked by the process that trains it."""
+
+ERROR = "error.txt"
+"""The error that ended the run, until somebody continues it."""
 
 _MOST_DIFFERENCES = 4
 
@@ -94,6 +99,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
     }
     disk.write_text(folder / "study.yaml", to_yaml(study))
     _write(path, content)
+    (folder / ERROR).unlink(missing_ok=True)
 
 
 def _own_code(study: Study, before: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -163,6 +169,21 @@ def ending(folder: Path) -> str | None:
 def close_run(folder: Path) -> None:
     """Says in `run.json` that everything is finished."""
     _write(folder / "run.json", {**read_run(folder), "finished": _now("milliseconds")})
+    (folder / ERROR).unlink(missing_ok=True)
+
+
+def note_error(folder: Path, error: Exception) -> None:
+    """Writes down the error that ends a run: its first line, the time and the traceback."""
+    said = f"{type(error).__name__}: {checks.first_line(error)}"
+    text = "\n".join([said, _now(), "", *traceback.format_exception(error)])
+    with contextlib.suppress(OSError):  # the run may have ended because the disk is full; its own error is the one to raise
+        disk.write_text(folder / ERROR, text)
+
+
+def error_of(folder: Path) -> str | None:
+    """The first line of the error that ended a run; `None` if none did."""
+    path = folder / ERROR
+    return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0] if path.is_file() else None
 
 
 def _write(path: Path, content: Json) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_meta import checks, disk, report
-from fedjax_meta.study.folder import read_run
+from fedjax_meta.study.folder import error_of, read_run
 from fedjax_meta.study.result_files import read_final
 from fedjax_meta.study.study import load
 from fedjax_meta.study.tuning import KNOWN, last_scores
@@ -19,7 +19,7 @@ class Run(NamedTuple):
       folder: where it is.
       title: of the study; empty where the folder cannot be read.
       started: date and time, as in `run.json`; empty where the folder cannot be read.
-      state: "finished", "running", "stopped", or why the folder cannot be read.
+      state: "finished", "running", "stopped", "failed" with the error, or why the folder cannot be read.
       best: for each scenario with a result, its name, the system of the best main score over known clients, and that score with
         its name.
     """
@@ -67,5 +67,11 @@ def _run(folder: Path) -> Run:
             winner = kind.best(means)
             title = study.title_of(names[winner])
             winners.append((scenario, title, f"{kind.words} {kind.text(means[winner])}{' %' if kind.share else ''}"))
-    state = "finished" if content.get("finished") else "running" if disk.locked(folder) else "stopped"
+    if content.get("finished"):
+        state = "finished"
+    elif disk.locked(folder):
+        state = "running"
+    else:
+        error = error_of(folder)
+        state = "stopped" if error is None else f"failed: {error}"
     return Run(folder, study.title, content.get("started", ""), state, winners)

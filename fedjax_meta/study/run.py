@@ -2,7 +2,8 @@
 
 A run's folder holds `study.yaml` (all its fields), `run.json` (versions, devices, clients, fingerprints), `metrics.jsonl`
 (one line for each evaluation of each member), `results/` (one file for each finished system), `state/` (checkpoints) and the
-report; where processes share it also `parts/`, with the metrics of each system as they come.
+report; after an error `error.txt`, with its traceback; where processes share it also `parts/`, with the metrics of each system
+as they come.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from fedjax_meta import disk, imports
+from fedjax_meta import disk, imports, process
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
@@ -69,7 +70,7 @@ def run(
     jobs = check_folder(study, folder, built)
     folders.open_run(study, folder, built, command)
     outcomes = []
-    with _context(folder, watcher, should_stop) as context:
+    with _errors_noted(folder), _context(folder, watcher, should_stop) as context:
         for number, job in enumerate(jobs):
             outcomes.append(_of(job, jobs[number + 1 :], context))
             watcher.end(outcomes[-1])
@@ -118,6 +119,7 @@ def shared(
             else:
                 check_folder(study, folder, built)
                 folders.open_run(study, folder, built, command)
+        stack.enter_context(_errors_noted(folder))
         _train_free(jobs, context)
         with _turn(common, context.should_stop):
             if folders.ending(folder) is not None:
@@ -166,6 +168,18 @@ def _check_start(study: Study, built: Mapping[str, Clients]) -> None:
 
 def _jobs(study: Study, built: Mapping[str, Clients]) -> list[Job]:
     return [Job(study, scenario, name, built[scenario]) for scenario in built for name in study.systems_on(scenario)]
+
+
+@contextlib.contextmanager
+def _errors_noted(folder: Path) -> Iterator[None]:
+    """Keeps an error that ends the run for whoever looks into the folder later."""
+    try:
+        yield
+    except (Stopped, process.Stopped):
+        raise
+    except Exception as error:
+        folders.note_error(folder, error)
+        raise
 
 
 @contextlib.contextmanager

@@ -227,3 +227,20 @@ def test_the_index_goes_on_after_a_folder_that_cannot_be_read(finished, tmp_path
     found = {one.folder.name: one.state for one in index.runs_in(tmp_path)}
     assert found.pop("good") == "finished" and set(found) == {"no_study", "no_json", "own_method"}
     assert all(state.startswith("cannot be read: ") for state in found.values()), found
+
+
+def test_an_error_that_ends_a_run_is_kept_until_the_run_goes_on(tmp_path):
+    class Failing(Silent):
+        def record(self, *args):
+            raise ZeroDivisionError("a logger of mine")
+
+    folder, later = tmp_path / "first", tmp_path / "later"
+    with pytest.raises(ZeroDivisionError):
+        run.run(study(), folder, watcher=Failing())
+    shutil.copytree(folder, later)  # which no process has
+    (one,) = (one for one in index.runs_in(tmp_path) if one.folder == later)
+    assert one.state == "failed: ZeroDivisionError: a logger of mine"
+    assert 'raise ZeroDivisionError("a logger of mine")' in (later / folders.ERROR).read_text()
+    with pytest.raises(KeyboardInterrupt):
+        run.run(study(), folder, watcher=Silent(stop_at=1))
+    assert not (folder / folders.ERROR).exists()
