@@ -21,6 +21,9 @@ LEAST = 5
 LEAST_OF_SPLIT = 2
 """Fewest samples of a client in a part of a given split: one adapts, or is held back, and one is left."""
 
+_NAMED = 5
+"""How many of the clients that are left out are named."""
+
 
 def decoded(words: Any) -> str:
     """Words, or their bytes in UTF-8, as text; bytes that are no UTF-8 as `\\xff`, so that names stay apart."""
@@ -41,14 +44,15 @@ def class_labels(y: Any, where: str) -> np.ndarray:
     return y.astype(np.int32)
 
 
-def left_out(clients: int, of: int, samples: int, *, split: bool = False) -> str:
-    """Says how many clients are left out, with fewer samples, or too few in a part of a given split; empty if none are."""
-    if not clients:
+def left_out(names: Sequence[str], of: int, samples: int, *, split: bool = False) -> str:
+    """Says which clients are left out, with fewer samples, or too few in a part of a given split; empty if none are."""
+    if not names:
         return ""
-    one, parts = clients == 1, f", or than {LEAST_OF_SPLIT} in a part of their split," if split else ""
+    one, parts = len(names) == 1, f", or than {LEAST_OF_SPLIT} in a part of their split," if split else ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"{clients} of {of} clients {'has' if one else 'have'} fewer than {samples} samples{parts} and "
-        f"{'is' if one else 'are'} left out"
+        f"{len(names)} of {of} clients {'has' if one else 'have'} fewer than {samples} samples{parts} and "
+        f"{'is' if one else 'are'} left out ({', '.join(names[:_NAMED])}{more})"
     )
 
 
@@ -106,7 +110,8 @@ class Natural(NamedTuple):
         if not len(kept):
             parts = "" if self.train_sizes is None else f" and {LEAST_OF_SPLIT} in each part of its split"
             raise ValueError(f"no client of {self.name} has {samples} samples{parts}; the largest has {self.sizes.max()}")
-        out = left_out(int((~enough).sum()), len(enough), samples, split=self.train_sizes is not None)
+        few = [self.clients[i] for i in np.flatnonzero(~enough)]
+        out = left_out(few, len(enough), samples, split=self.train_sizes is not None)
         rows = runs.positions((np.cumsum(self.sizes) - self.sizes)[kept], self.sizes[kept])
         return self._replace(
             x=jax.tree.map(lambda leaf: leaf[rows], self.x),

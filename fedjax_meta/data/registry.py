@@ -144,7 +144,7 @@ class Named(NamedTuple):
       source: all samples, in the order of the file.
       held: which of them each client has.
       clients: N names.
-      note: how many clients were left out; empty if none were.
+      note: how many clients were left out, and the first of their names; empty if none were.
       tests: bool `[M]`, which samples the file says are for tests; `None` if it does not.
     """
 
@@ -203,8 +203,9 @@ def natural(path: str | os.PathLike, *, by: str = "client", min_samples: int = L
         if not kept.any():
             raise ValueError(f"no client of {shown} has {min_samples} samples and {LEAST_OF_SPLIT} in each part of its split")
         held = Partition(held.order[kept[client[held.order]]], sizes[kept])
-    out = left_out(int((~kept).sum()), len(names), min_samples, split=tests is not None)
-    return Named(source, held, tuple(map(decoded, names[kept])), out, tests)
+    shown_names = np.array([decoded(name) for name in names], object)
+    out = left_out(shown_names[~kept].tolist(), len(names), min_samples, split=tests is not None)
+    return Named(source, held, tuple(shown_names[kept]), out, tests)
 
 
 def _tests(split: np.ndarray, samples: int, shown: str) -> np.ndarray:

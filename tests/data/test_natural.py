@@ -82,8 +82,12 @@ def test_clients_with_few_samples_can_be_left_out():
     assert large.clients == ("a", "c")
     assert large.sizes.tolist() == [9, 20]
     np.testing.assert_array_equal(large.x[9:], three().x[14:])
-    assert large.note == "1 of 3 clients has fewer than 9 samples and is left out"
-    assert three()._replace(note="n").at_least(10).note == "n; 2 of 3 clients have fewer than 10 samples and are left out"
+    assert large.note == "1 of 3 clients has fewer than 9 samples and is left out (b)"
+    noted = three()._replace(note="n")
+    assert noted.at_least(10).note == "n; 2 of 3 clients have fewer than 10 samples and are left out (a, b)"
+    assert natural.left_out(list("abcdefg"), 9, 4).endswith(
+        "7 of 9 clients have fewer than 4 samples and are left out (a, b, c, d, e and 2 more)"
+    )
     assert three().at_least(5, most_clients=2).clients == ("a", "b")
     assert three().at_least(5, most_clients=2).note == ""
     refused(lambda: three().at_least(21), "no client of three has 21 samples; the largest has 20")

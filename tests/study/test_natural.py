@@ -76,10 +76,10 @@ def few(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["npz", "leaf"])
-def test_small_natural_clients_are_left_out_by_one_rule_and_counted(tmp_path, kind):
+def test_small_natural_clients_are_left_out_by_one_rule_and_named(tmp_path, kind):
     clients = few(tmp_path, kind).build(str(tmp_path))
     assert clients.train.num_clients + clients.new.num_clients == 8
-    assert "4 of 12 clients have fewer than 5 samples and are left out" in clients.note
+    assert "4 of 12 clients have fewer than 5 samples and are left out (u0, u1, u10, u11)" in clients.note
     assert min(int(np.min(size)) for data in (clients.train, clients.new) for size in data.size.values()) >= 1
 
 
@@ -280,7 +280,7 @@ def test_a_split_of_the_file_is_kept(kind, tmp_path):
     tests = np.random.default_rng(0).random(200) < 0.4
     tests[np.arange(200) % 10 == 3] = np.arange(20) < 1  # site 3 has one test
     clients = with_split(tmp_path, np.where(tests, "test", "train").astype(kind), new=0.0).build()
-    assert "1 of 10 clients has fewer than 5 samples, or than 2 in a part of their split, and is left out" in clients.note
+    assert "1 of 10 clients has fewer than 5 samples, or than 2 in a part of their split, and is left out (3)" in clients.note
     assert clients.names[0] == tuple(str(site) for site in range(10) if site != 3)
     for data in (clients.train, clients.tuning):
         for i, site in enumerate(map(int, clients.names[0])):

@@ -117,7 +117,7 @@ def test_a_dry_run_says_targets_and_who_is_left_out(write, monkeypatch):
     result = CliRunner().invoke(app, [*options, "--set", "federation.cohort_size=2"])
     assert result.exit_code == 0, result.output
     assert "1 real target (all whole numbers: classes must be stored as integers)" in result.output
-    assert "1 of 7 clients has fewer than 5 samples and is left out" in result.output
+    assert "1 of 7 clients has fewer than 5 samples and is left out (9)" in result.output
     assert "real targets, 1 a sample" not in result.output
 
 
