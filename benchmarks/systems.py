@@ -132,7 +132,7 @@ SYSTEMS = {
     ),
     "fedbabu": System(lambda c: c.epochs * c.body),
     "fedrod": System(lambda c: c.epochs * (c.gradient + c.samples * 6 * c.head_size)),
-    "knn_per": System(_fedavg),
+    "knn_per": System(lambda c: (1 - VALIDATION) * _fedavg(c)),
     "fedfomo": System(
         lambda c: (1 - VALIDATION) * c.epochs * c.gradient + c.cohort * (VALIDATION * c.forward + 2 * c.size), _epochs(lr=0.01)
     ),
@@ -147,7 +147,7 @@ SYSTEMS = {
     ),
     # With this probability nearly all rounds train; the other rounds cost almost nothing.
     "l2gd": System(_fedavg, _epochs(probability=0.001, pull=0.01)),
-    "fedem": System(lambda c: COMPONENTS * (c.epochs * (c.gradient + c.forward) + c.forward), _epochs(components=COMPONENTS)),
+    "fedem": System(lambda c: COMPONENTS * (c.epochs * c.gradient + c.forward), _epochs(components=COMPONENTS)),
     "pfedhn": System(lambda c: _fedavg(c) + 6 * WIDTH * c.size, lambda c: {"local_steps": c.epochs * c.steps, "width": WIDTH}),
     "pfedhn_pc": System(
         lambda c: _fedavg(c) + 6 * WIDTH * (c.size - c.head_size),

@@ -14,7 +14,8 @@ Differs from the paper: alpha adapts once a round, at its first batch. v_i start
 client i first takes part, which is w^0 in the first round only. `mix="outputs"` mixes the logits of both models instead of
 their weights, as the authors' code does; for models that are linear in their weights it is the same. `steps="in_turn"` is the
 rest of that code: v takes its step at the w that has just moved, and alpha follows after the first batch, along
-<v - w, alpha dF/dv + (1 - alpha) dF/dw> + 0.02 alpha, F the loss of the mixture before v's step.
+<v - w, alpha dF/dv + (1 - alpha) dF/dw> + 0.02 alpha, F the loss of the mixture before v's step. That code tests before the
+server averages, so that the mixture has the client's own w; here it has the server's.
 """
 
 import dataclasses
@@ -151,7 +152,7 @@ def apfl(
       lr: learning rate of both models.
       share: alpha before a client's first round, from 0 (the global model) to 1 (a personal one).
       share_lr: learning rate of alpha, 0 keeps it; `lr` when not given.
-      mix: "weights" (paper) or "outputs" (authors' code).
+      mix: "weights" (as APFL is commonly given) or "outputs" (authors' code).
       steps: of w and v on a batch, "together" from the w and v before (paper) or "in_turn" (authors' code).
       optimizer: as in `fedavg`, for w and v each.
       weighting: as in `fedavg`; "uniform" is the paper's, w being a plain mean over the clients of a round.

@@ -1,7 +1,7 @@
 """FedAMP: no global model; the server keeps a mixture of all models for each client, and the client is pulled towards it.
 
 Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized cross-silo federated learning on non-IID data", AAAI 2021, arXiv
-2007.03797, Algorithm 1; HeurFedAMP from its section on deep networks.
+2007.03797, Algorithm 1. HeurFedAMP is as it is commonly given.
 
 | paper | here | shape |
 |---|---|---|

@@ -70,6 +70,8 @@ def fedas(
 ) -> Method:
     """FedAS. A known client tests with the received body and its head; one that never took part fits the head to its support set.
 
+    The authors' code tests before clients receive the new body, so with the body that they trained last.
+
     Args:
       task: a classifier with features and named layers.
       lr, epochs, batch_size, optimizer: as in `fedavg`.

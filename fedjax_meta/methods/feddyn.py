@@ -13,7 +13,8 @@ Acar, Zhao, Matas, Mattina, Whatmough, Saligrama: "Federated learning based on d
 theta_k minimises L_k + alpha <theta_k, memory> + alpha/2 |theta_k - theta|^2, and the server sends the mean theta_k of the cohort
 plus the extra state. Differs from the paper: nothing. Differs from the authors' code: one alpha for all clients (there it is
 divided by a client's share of the samples, line 387: `mean_samples`) and no clipping of gradients (there to norm 10, before alpha
-theta is added, utils_general.py 224: `clip`). Buffers are averaged.
+theta is added, utils_general.py 224: `clip`); tests with the server's model (there with the mean of the cohort, and of all
+clients' last models). Buffers are averaged.
 """
 
 from collections.abc import Callable

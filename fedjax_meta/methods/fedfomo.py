@@ -14,8 +14,9 @@ Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized federated learning with firs
 A client weighs the models that it downloads, and its own trained one, against its model from before the round's training; where
 none is better, the round's training is undone. Differs from the paper: clients exchange models at the end of a round rather
 than at the beginning of the next, so a client tests with what it took over. Exploration falls by `exploration_decay` a round,
-to 0. The authors' code measures distances by the sum of absolute differences by default, the paper by the Euclidean norm; its
-preferences grow by the weights divided by the size of their sum, which changes who is downloaded from later, here by the weights.
+to 0. The authors' code measures distances by the sum of absolute differences by default, here it is the Euclidean norm, as the
+method is commonly given. The code's preferences grow by the weights divided by the size of their sum, which changes who is
+downloaded from later, here by the weights.
 
 `reference="trained"` is another rule: a client weighs the others' models against its own as it is after training, which then
 counts 0 as soon as anybody is better, and keeps that one where nobody is.
@@ -75,7 +76,7 @@ DISTANCES: dict[str, Callable[[PyTree], jax.Array]] = {
     "absolute": lambda tree: sum((jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(tree)), jnp.zeros(())),
     "squared": lambda tree: optax.tree.norm(tree, squared=True),
 }
-"""How far apart two models are, from their difference: as in the paper, and as `l1` and `l2` of the authors' code."""
+"""How far apart two models are, from their difference; the last two are `l1` and `l2` of the authors' code."""
 
 
 def compare(
@@ -188,10 +189,10 @@ def fedfomo(
         counts the mixture alone, because it is what the simulation hands to a client.
       exploration: epsilon, the probability that a download is drawn at random instead of by the client's preferences.
       exploration_decay: by how much that falls each round.
-      reference: what a client weighs models against: its own "before" the round's training (the paper), which it keeps from then
-        on, with its trained one always among the candidates; or its own "trained" one.
-      distance: between models: "euclidean" (the paper), "absolute" (the authors' code) or "squared" (that code with l2).
-      train_view, validation_view: disjoint views, to train on and to weigh models on (the paper: 80 % and 20 %).
+      reference: what a client weighs models against: its own "before" the round's training (the authors' default), which it
+        keeps from then on, with its trained one always among the candidates; or its own "trained" one.
+      distance: between models: "euclidean", "absolute" (the authors' code) or "squared" (that code with l2).
+      train_view, validation_view: disjoint views, to train on and to weigh models on (the authors' code: 80 % and 20 %).
 
     Raises:
       ValueError: an option out of range; on `round`, a view that the data do not have.

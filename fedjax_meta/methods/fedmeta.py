@@ -321,8 +321,8 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
       personal: mask of the leaves that stay with their client: "none" is FedMeta, "head" FedMeta-Per.
       personal_rates: mask of the learned rates that stay; those of the personal leaves when not given.
       score: how a new client chooses among the personal parts of the others: by the mean loss of its adaptation's steps, each
-        before its update and with the pull of `test_prox_weight` ("online", the FedMeta-Per code), or by the loss after it
-        ("fitted").
+        before its update and with the pull of `test_prox_weight` ("online"), or by the loss after it ("fitted"). The
+        FedMeta-Per code has the first; of several passes it takes the mean over the last alone.
       weighting: as in `fedavg`.
 
     Raises:

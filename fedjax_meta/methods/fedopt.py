@@ -65,10 +65,9 @@ def adaptive(
     Args:
       rule: "adagrad", "adam" or "yogi".
       server_lr: eta.
-      b1, b2: decay of the moments; the paper's FedAdagrad has b1 = 0, and "adagrad" does not read b2.
+      b1, b2: decay of the moments; b1 = 0 turns momentum off, and "adagrad" does not read b2.
       tau: degree of adaptivity, added to the root of v.
-      initial: initial value of v; tau squared, the smallest that the paper allows, when not given. The code of MTFL and most
-        other code start at 0.
+      initial: initial value of v; tau squared when not given. The code of MTFL and most other code start at 0.
       bias_correction: whether the rate is multiplied by sqrt(1 - b2^t) / (1 - b1^t) in step t, as Keras does; for "adagrad",
         whose v is a sum, by 1 / (1 - b1^t). In the form of Adam's paper, tau would be multiplied by sqrt(1 - b2^t).
 

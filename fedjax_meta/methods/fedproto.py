@@ -12,8 +12,9 @@ Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: federated prototype learning 
 
 A client minimises its loss plus lambda times the mean squared distance between features and the prototype of their class. Differs
 from the paper: prototypes are taken by one pass of the trained model. Differs from the code: there from the batches of the last
-epoch as the model moves (line 177), with equal weights of clients (`by_samples=False`). Without prototypes of its class a sample
-is not pulled, and a class that no client of a cohort holds keeps its last one.
+epoch as the model moves (line 177), with equal weights of clients (`by_samples=False`), and only classes of the client are
+considered in its test (line 502). Without prototypes of its class a sample is not pulled, and a class that no client of a cohort
+holds keeps its last one.
 """
 
 from collections.abc import Callable

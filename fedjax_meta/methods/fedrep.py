@@ -131,7 +131,7 @@ def fedbabu(
     Args:
       task, lr, epochs, batch_size, finetune_epochs, optimizer, weighting: as in `fedavg`.
       finetune_lr: learning rate of fine-tuning; `lr` when not given.
-      finetune: mask of the leaves that fine-tuning moves; "head" and "body" are the paper's ablations.
+      finetune: mask of the leaves that fine-tuning moves, e.g. "head" or "body" alone.
       head: mask of the leaves that are frozen.
 
     Raises:

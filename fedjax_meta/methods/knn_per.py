@@ -9,9 +9,9 @@ equations 7 and 8.
 | k, sigma | `neighbours`, `scale` | |
 | lambda_m | `mixing`, or chosen from `grid` by each client | scalar |
 
-Differs from the paper: distances are squared and divided by d, as in the authors' code. When `mixing` is not given a client
-keeps a share of its samples out of training, as the paper does, and chooses it by their likelihood, each left out of its own
-vote; the code tries the grid on the test set.
+Distances are squared and divided by d, as in the authors' code. That code tries the grid of lambda_m on the test set. Here, when
+`mixing` is not given, a client keeps a share of its samples out of training and chooses it by their likelihood, each left out of
+its own vote.
 """
 
 import dataclasses

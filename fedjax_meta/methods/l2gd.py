@@ -10,13 +10,13 @@ Hanzely, Richtarik: "Federated learning of a mixture of global and local models"
 | alpha / (n (1 - p)) | `lr` times the steps of a round, or `lr` | scalar |
 | alpha lambda / (n p) | that times `pull * (1 - p) / p` | scalar |
 
-Differs from the paper: the step size is given as that of the local steps, and a round that trains is `epochs` passes of
-minibatch SGD (the paper has one full gradient; other implementations have passes). A pull is scaled to the T steps of its
-client's full round, so that both still balance where the paper's objective, f_i + lambda/2 |x_i - mean|^2, is stationary;
+The step sizes of the table are as the method is commonly given. Here the step size is given as that of the local steps, and a
+round that trains is `epochs` passes of minibatch SGD, as in other implementations, in place of one full gradient. A pull is
+scaled to the T steps of its client's full round, so that both still balance where f_i + lambda/2 |x_i - mean|^2 is stationary;
 unscaled it would be T times too weak (`pull_per="step"`). Where the federation's `participation` leaves clients fewer steps, a
 pull is too strong by that factor: nobody trains in a round that pulls, so that the server has no other T. The mean is that of the
-cohort, where the paper's cohort is all clients. Bytes are counted in every round, because new clients start from the last mean;
-the paper's clients send something only in rounds that pull.
+cohort, which can be all clients. Bytes are counted in every round, because new clients start from the last mean; without new
+clients, only rounds that pull have to send something.
 """
 
 from collections.abc import Callable

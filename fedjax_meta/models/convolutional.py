@@ -72,19 +72,40 @@ def _windows(x: jax.Array, axis: int, size: int, stride: int, spatial: int) -> j
     return jnp.stack(pieces, 1 + spatial)
 
 
+class DenseHead(nn.Module):
+    """Dense layers with ReLU in between.
+
+    Attributes:
+      widths: of each; the last one is K.
+      start: see `layers.Dense`.
+    """
+
+    widths: tuple[int, ...]
+    start: str = "torch"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits `[B, K]` of features `[B, d]`."""
+        for i, width in enumerate(self.widths, 1):
+            x = Dense(width, start=self.start, name=f"fc{i}")(jax.nn.relu(x) if i > 1 else x)
+        return x
+
+
 class SensorNetwork(nn.Module):
-    """1-D convolutions with ReLU and max-pool of 2, then dense layers, then a dense head.
+    """1-D convolutions with ReLU and max-pool of 2, then dense layers, then a head of one or more dense layers.
 
     Attributes:
       classes: K.
       convs: `(features, kernel size)` of each.
-      hidden: widths of the dense layers.
+      hidden: widths of the dense layers before the head.
+      in_head: widths of the hidden layers of the head.
       start: see `layers.Dense`.
     """
 
     classes: int
     convs: tuple[tuple[int, int], ...]
     hidden: tuple[int, ...]
+    in_head: tuple[int, ...] = ()
     start: str = "torch"
 
     @property
@@ -98,7 +119,8 @@ class SensorNetwork(nn.Module):
             setattr(self, f"conv{i}", _Strided(features, size, bias=True, start=self.start))
         for i, features in enumerate(self.hidden, 1):
             setattr(self, f"fc{i}", Dense(features, start=self.start))
-        self.head = Dense(self.classes, start=self.start)
+        widths = (*self.in_head, self.classes)
+        self.head = DenseHead(widths, self.start) if self.in_head else Dense(self.classes, start=self.start)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Logits `[B, K]` of windows `[B, T, channels]`."""
@@ -123,6 +145,7 @@ def sensor_cnn(
     *,
     convs: tuple[tuple[int, int], ...] = ((32, 9), (64, 9)),
     hidden: tuple[int, ...] = (128,),
+    head_layers: int = 1,
     init: str = "torch",
     loss: functional.Criterion = cross_entropy,
 ) -> Task:
@@ -133,11 +156,12 @@ def sensor_cnn(
       classes: K.
       convs: outputs and kernel size of each convolution; a max-pool of 2 follows each.
       hidden: widths of the dense layers.
+      head_layers: how many of the dense layers, the output included, are the head, whose input is the features.
       init: see `models.mlp`.
       loss: see `from_linen`.
 
     Raises:
-      ValueError: sizes below 1, or a window that is too short for the convolutions.
+      ValueError: sizes below 1, a head of more layers than there are, or a window that is too short for the convolutions.
     """
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window={checks.shown(window)} must be (samples in time, channels)")
@@ -160,7 +184,12 @@ def sensor_cnn(
             raise ValueError(f"window={tuple(window)} is too short for the convolutions and poolings of this network")
     for width in hidden:
         checks.count("hidden", width)
-    module = SensorNetwork(classes, tuple((features, size) for features, size in convs), tuple(hidden), init)
+    checks.count("head_layers", head_layers)
+    if head_layers > len(hidden) + 1:
+        raise ValueError(f"head_layers={head_layers}, but with the output there are {len(hidden) + 1} dense layers")
+    before = len(hidden) + 1 - head_layers
+    pairs = tuple((features, size) for features, size in convs)
+    module = SensorNetwork(classes, pairs, tuple(hidden[:before]), tuple(hidden[before:]), init)
     return from_linen(module, tuple(window), layers=module.layers, features="features", head="head", loss=loss)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import layers, masks, models
+from fedjax_meta import features, layers, masks, models
 from fedjax_meta.models.convolutional import _Strided
 from fedjax_meta.models.recurrent import Recurrent
 
@@ -222,6 +222,21 @@ def test_the_sensor_network_pools_after_each_convolution():
     np.testing.assert_allclose(task.predict(variables, x), h @ p["head"]["kernel"].T + p["head"]["bias"], atol=1e-12)
 
 
+def test_a_head_of_the_sensor_network_may_be_several_dense_layers():
+    task = models.sensor_cnn((20, 2), 3, convs=((4, 3),), hidden=(6, 5), head_layers=3)
+    assert task.layers == ("conv1", "head")
+    variables, x = task.init(jax.random.key(0)), normal(0, 2, 20, 2)
+    z, head = np.asarray(task.features(variables, x)), jax.tree.map(np.asarray, variables["params"]["head"])
+    assert z.shape == (2, 9 * 4) and list(head) == ["fc1", "fc2", "fc3"]
+    for name, width in (("fc1", 6), ("fc2", 5)):
+        z = np.maximum(z @ head[name]["kernel"].T + head[name]["bias"], 0)
+        assert z.shape == (2, width)
+    np.testing.assert_allclose(task.predict(variables, x), z @ head["fc3"]["kernel"].T + head["fc3"]["bias"], atol=1e-12)
+    personal = masks.resolve("head", task)["params"]
+    assert all(jax.tree.leaves(personal["head"])) and not any(jax.tree.leaves(personal["conv1"]))
+    assert features.head_shape(task, "gpfl") == (3, 36)
+
+
 @pytest.mark.long
 def test_a_residual_network_of_images_has_an_output_a_class_and_gradients_everywhere():
     task = models.resnet18((8, 8, 3), 5, width=4)
@@ -263,6 +278,7 @@ def test_a_prediction_is_the_head_of_the_features_and_layers_are_in_the_paths(mo
         (lambda: models.sensor_cnn((9, 3)), "window=(9, 3) is too short for the convolutions"),
         (lambda: models.sensor_cnn(128), "window=128 must be (samples in time, channels)"),
         (lambda: models.sensor_cnn(hidden=5), "hidden=5 must be a tuple"),
+        (lambda: models.sensor_cnn(head_layers=3), "head_layers=3, but with the output there are 2 dense layers"),
         (lambda: models.sensor_cnn(convs=(32, 9)), "convs=(32, 9) must have (outputs, kernel size) of each convolution"),
         (lambda: models.sensor_cnn(convs=((32, 9, 1),)), "must have (outputs, kernel size) of each convolution"),
         (lambda: models.resnet18(groups=3), "groups=3 must divide width=64"),
