@@ -8,8 +8,8 @@ what they are. This reads them anywhere::
 
     variables = unflatten_dict(load_file("client3.safetensors"), sep="/")
 
-The networks of `models` keep the outputs of a kernel on its first axis. In the files of runs they are on the last one, as in Flax
-(`flax_layout`), so that `flax.linen.Dense`, `Conv` and `BatchNorm` take the variables as they are.
+The networks of `models` for images and sensors keep the outputs of a kernel on its first axis. In the files of runs they are on the
+last one, as in Flax (`flax_layout`), so that `flax.linen.Dense`, `Conv`, `BatchNorm` and `GroupNorm` take the variables as they are.
 """
 
 import json
@@ -175,7 +175,7 @@ def personal(
     return jax.jit(one)(key, state, data)
 
 
-OWN_LAYERS = ("mlp", "lenet", "fedpac_cnn", "mtfl_mlp", "mtfl_cnn", "elu_mlp", "logistic")
+OWN_LAYERS = ("mlp", "lenet", "fedpac_cnn", "mtfl_mlp", "mtfl_cnn", "elu_mlp", "logistic", "sensor_cnn", "resnet18")
 """Models of the layers of `layers`, whose kernels have their outputs on the first axis."""
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +91,54 @@ def test_convolutions_predict_elsewhere_too(tmp_path):
     variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), variables)
     export.save(tmp_path / "m.safetensors", export.flax_layout(variables))
     np.testing.assert_allclose(elsewhere(tmp_path / "m.safetensors", x), task.apply(variables, x), rtol=1e-4, atol=1e-5)
+
+
+class Sensors(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i, features in enumerate((4, 5), 1):
+            x = nn.max_pool(nn.relu(nn.Conv(features, (3,), padding="VALID", name=f"conv{i}")(x)), (2,), (2,))
+        return nn.Dense(3, name="head")(nn.relu(nn.Dense(6, name="fc1")(x.reshape(len(x), -1))))
+
+
+class Residual(nn.Module):
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x):
+        def norm(i, x):
+            return nn.GroupNorm(2, epsilon=1e-5, name=f"norm{i}")(x)
+
+        z = nn.Conv(self.width, (3, 3), self.stride, padding=1, use_bias=False, name="conv1")(x)
+        z = norm(2, nn.Conv(self.width, (3, 3), padding=1, use_bias=False, name="conv2")(nn.relu(norm(1, z))))
+        if x.shape != z.shape:
+            x = norm(3, nn.Conv(self.width, (1, 1), self.stride, use_bias=False, name="shortcut")(x))
+        return nn.relu(x + z)
+
+
+class ResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (3, 3), padding=1, use_bias=False, name="stem")(x)
+        x = nn.relu(nn.GroupNorm(2, epsilon=1e-5, name="stem_norm")(x))
+        for i in range(8):
+            x = Residual(4 * 2 ** (i // 2), 2 if i in (2, 4, 6) else 1, name=f"block{i + 1}")(x)
+        return nn.Dense(5, name="head")(x.mean((1, 2)))
+
+
+@pytest.mark.parametrize("model", ["sensors", "ResNet"])
+def test_networks_of_windows_and_residual_blocks_predict_in_plain_flax(model):
+    rng = np.random.default_rng(0)
+    if model == "sensors":
+        task, x = models.sensor_cnn((21, 2), 3, convs=((4, 3), (5, 3)), hidden=(6,)), rng.normal(size=(4, 21, 2))
+        plain = Sensors()
+    else:
+        task, x = models.resnet18((8, 8, 3), 5, width=4, groups=2), rng.normal(size=(4, 8, 8, 3))
+        plain = ResNet()
+    variables = task.init(jax.random.key(0))
+    found = plain.apply(export.flax_layout(variables), x)
+    np.testing.assert_allclose(found, task.predict(variables, x), atol=1e-9)
 
 
 def test_every_model_of_own_layers_is_listed():
