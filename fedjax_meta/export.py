@@ -8,8 +8,9 @@ what they are. This reads them anywhere::
 
     variables = unflatten_dict(load_file("client3.safetensors"), sep="/")
 
-The networks of `models` for images and sensors keep the outputs of a kernel on its first axis. In the files of runs they are on the
-last one, as in Flax (`flax_layout`), so that `flax.linen.Dense`, `Conv`, `BatchNorm` and `GroupNorm` take the variables as they are.
+The networks of `models` for images and sensors keep the outputs of a kernel on its first axis. In the files of runs they are on
+the last one, as in Flax (`flax_layout`), so that `Dense`, `Conv`, `BatchNorm` and `GroupNorm` of `flax.linen` take the variables
+as they are.
 """
 
 import json
