@@ -8,10 +8,15 @@ from typing import Any
 
 def main() -> None:
     """Runs the command."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)
     try:
         from fedjax_meta.cli import app
     except ImportError as error:
         sys.exit(f"error: {error}; the command needs pip install 'fedjax_meta[experiments]'")
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, before)
     # As `python -m` does: a study may name a metric or a logger in a module that stands here.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
@@ -20,6 +25,12 @@ def main() -> None:
     except SystemExit as end:
         _end_at_once(end.code)
         raise
+
+
+def _leave(number: int, _: Any) -> None:
+    """Ends the process while modules are imported, where an exception may be lost: JAX calls back from the garbage collector."""
+    os.write(2, b"stopped\n")
+    os._exit(128 + number)
 
 
 def _end_at_once(code: Any) -> None:

@@ -93,7 +93,7 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     Args:
       folder: holds the checkpoints of ONE run; created if missing. Any path will do.
       state: a method's state: a pytree with an integer attribute `round`. Typed PRNG keys are allowed.
-      records: any JSON value.
+      records: any JSON value; records of `simulate` become some by `report.compact`.
       config: the configuration of the run, as a JSON value; `restore` refuses a different one.
       keep: the number of checkpoints to keep: this one, and the newest of the others. Those of a large state share one base,
         which stays beside them: damage of that file damages all of them. Saving a round again may damage later ones of which it
@@ -113,7 +113,9 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
     try:
         json.dumps(run)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"records and config must be JSON values: {error}") from None
+        raise ValueError(
+            f"records and config must be JSON values: {error}; report.compact makes some of a record of simulate"
+        ) from None
     path = _file(folder, done)
     base = _base(folder, done, state)
     try:

@@ -552,6 +552,8 @@ def _trained(
         except runs.Stopped as stop:
             raise Stopped(f"stopped in {stop}; everything is saved. Continue with: {command}", numbers[0]) from None
         try:
+            if numbers:  # it came after the last round
+                raise Interrupted(numbers[0])
             yield outcomes
         except KeyboardInterrupt as stop:
             number = getattr(stop, "number", signal.SIGINT)

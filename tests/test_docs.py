@@ -149,6 +149,17 @@ def test_the_federations_of_other_pages_can_be_made():
     assert names["federation"].cohort_size == 10
 
 
+def test_the_program_of_the_page_on_runs_goes_on_where_it_stopped(tmp_path):
+    names, method = {}, fm.fedper(problems.task(), lr=0.1, batch_size=8)
+    exec(re.search(r"```python\n(.*?)```", TEXTS["runs.md"], flags=re.DOTALL)[1], names)
+    train, data = names["train"], problems.data()
+    train(method, data, tmp_path / "one", 13)
+    found, lines = train(method, data, tmp_path / "one", 25)
+    whole, _ = train(method, data, tmp_path / "two", 25)
+    assert problems.distance((found.model, found.personal), (whole.model, whole.personal)) == 0
+    assert [line["round"] for line in lines] == [1, 10, 13, 20, 25]
+
+
 def test_the_success_of_a_backdoor_on_the_page_is_a_share_of_marked_samples():
     block = re.findall(r"```python\n(.*?)```", TEXTS["robustness.md"], flags=re.DOTALL)[1]
     names = given() | {"fm": fm, "honest": np.arange(8)}
@@ -169,7 +180,7 @@ ELSEWHERE = {
     "tasks.md": 5,
 }
 """Blocks that test_readme, test_guide, test_tasks, models/test_docs, study/test_docs and study/test_own run."""
-HERE = {"architecture.md": 1, "distributed.md": 4, "privacy.md": 1, "robustness.md": 2}
+HERE = {"architecture.md": 1, "distributed.md": 4, "privacy.md": 1, "robustness.md": 2, "runs.md": 1}
 """Blocks that run above; the third of distributed.md starts a cluster, which test_launch does."""
 
 

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import fedjax_meta as fm
-from fedjax_meta import aggregate, uploads
+from fedjax_meta import aggregate, models, uploads
 from fedjax_meta.aggregate import weigh
 from fedjax_meta.uploads.clip import clipped
 from fedjax_meta.uploads.quantize import quantized
@@ -243,8 +243,7 @@ def test_what_is_masked_stays_within_the_norm_to_which_it_was_clipped():
         chain = uploads.Chain(transforms)
         ids = jnp.arange(1, dtype=jnp.int32)
         sent = chain.encode(KEY, sums, 1.0, ids[0], ids)
-        like = jax.tree.map(lambda leaf: leaf.dtype, sums)
-        got = chain.decode(KEY, sent, 1.0, ids, jnp.ones(1, bool), like)
+        got = chain.decode(KEY, sent, ids, jnp.ones(1, bool))
         assert (np.linalg.norm(got.total[0]["w"]) <= 0.9e-3) == chain.fixed_divisor
 
 
@@ -266,6 +265,32 @@ def test_masks_hold_for_clients_of_any_size():
     plain, masked = (_run(_build(client, **more), data=data)[0] for more in ({}, {"uploads": (uploads.mask(16),)}))
     np.testing.assert_allclose(masked.model["shared"], plain.model["shared"], atol=2e-4)
     assert abs(float(plain.model["buffer"]) - 2) > 5e-3
+
+
+def of_sizes(*sizes):
+    """Clients with so many samples, drawn at random."""
+    sizes, rng = np.array(sizes), np.random.default_rng(0)
+    x, y = rng.normal(size=(sizes.sum(), 4)), rng.integers(0, 3, sizes.sum())
+    return fm.from_partition(x, y, np.arange(sizes.sum()), sizes, num_classes=3)
+
+
+def test_masked_bits_of_large_clients_move_the_clipping_norm():
+    """A bit counts as 1, whatever a client weighs: everybody clips in each of five rounds."""
+    chain = (uploads.adaptive_clip(1e-3, quantile=0.5, rate=0.2), uploads.mask())
+    algorithm = fm.federate(
+        fm.fedavg(models.logistic(4, 3), lr=0.5, batch_size=90_000), fm.Federation(cohort_size=3, uploads=chain)
+    )
+    state, _ = _run(algorithm, rounds=5, data=of_sizes(90_000, 70_000, 5))
+    np.testing.assert_allclose(state.aggregation.uploads[0]["norm"], 1e-3 * np.exp(0.2 * 0.5 * 5), rtol=1e-6)
+
+
+def test_masked_statistics_that_count_equally_are_as_fine_as_beside_equal_clients():
+    """SCAFFOLD's control variate is the mean of those of the clients, also where models are weighted by samples."""
+    federation = fm.Federation(cohort_size=3, weighting="samples", uploads=(uploads.mask(),))
+    algorithm = fm.federate(fm.scaffold(models.logistic(4, 3), lr=0.5, batch_size=6_000), federation)
+    state, _ = _run(algorithm, rounds=3, data=of_sizes(6_000, 5_000, 7))
+    mean = jax.tree.map(lambda leaf: np.asarray(leaf).mean(0), state.memory)
+    assert problems.distance(mean, state.extra) < 10 * 2.0**-16
 
 
 def test_one_masked_upload_looks_like_noise():
@@ -844,7 +869,7 @@ def test_a_method_whose_clients_keep_their_models_refuses_error_feedback():
     problems.build("pfedme", uploads=(uploads.sparsify(0.1),))
 
 
-@pytest.mark.parametrize("name", ["fedamp", "heur_fedamp", "fedcac"])
+@pytest.mark.parametrize("name", ["fedamp", "heur_fedamp", "fedcac", "fedfomo", "mocha"])
 def test_a_method_that_sends_nothing_to_be_averaged_refuses_uploads(name):
     with pytest.raises(ValueError, match=f"{name} sends nothing that is averaged, so that uploads= would change nothing"):
         problems.build(name, uploads=(uploads.clip(1.0),))

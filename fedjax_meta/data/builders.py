@@ -280,9 +280,9 @@ def _view_runs(
             )
         if (stop <= first).any():
             bad = int(np.argmax(stop <= first))
-            has = "1 sample is" if sizes[bad] == 1 else f"{sizes[bad]} samples are"
+            has = "1 sample" if sizes[bad] == 1 else f"{sizes[bad]} samples"
             raise ValueError(
-                f"view {name!r} of client {bad} is empty: its {has} too few. "
+                f"view {name!r} of client {bad} is empty: it begins at {first[bad]} and ends at {stop[bad]} of {has}. "
                 "The default views need 5 samples of each client: leave smaller ones out, or give views"
             )
         start[name], size[name] = (base + first).astype(np.int32), (stop - first).astype(np.int32)

@@ -140,13 +140,19 @@ def check_labels(y: np.ndarray, num_classes: int | None, order: np.ndarray, size
 
 
 def class_count(*labels: np.ndarray) -> int:
-    """The largest label plus 1. Warns where most of these classes have no sample: a model has an output for each of them."""
+    """The largest label plus 1. Warns where class 0, or most of these classes, have no sample: a model has an output for each."""
     counts = np.bincount(np.concatenate([y.reshape(-1).astype(np.int64) for y in labels]))
     empty = int(np.count_nonzero(counts == 0))
     if empty > len(counts) / 2:
         warnings.warn(
             f"labels run up to {len(counts) - 1}, so that a model has {len(counts)} classes, {empty} of them without a sample; "
             "np.unique(labels, return_inverse=True)[1] makes them 0, 1, 2, ...",
+            stacklevel=2,
+        )
+    elif counts.size and not counts[0] and all(y.ndim == 1 for y in labels):  # of tokens, 0 may stand for padding
+        warnings.warn(
+            f"labels run from {np.flatnonzero(counts)[0]} to {len(counts) - 1}, so that a model has {len(counts)} classes, class 0 "
+            "among them, which has no sample; subtract 1 if they count from 1",
             stacklevel=2,
         )
     return len(counts)

@@ -257,6 +257,7 @@ def fedfomo(
         roles=masks.roles(masks.everything(task), trainable),
         # Nothing is averaged, so that a weight says only whether a client takes part.
         weighting="uniform",
+        sends_statistics=False,
         init_memory=lambda key, model, num_clients: Own(jnp.zeros(num_clients), model if keeps else ()),
         # The preferences stay at the server, and models from before training with their clients.
         collaborate=Collaboration(mix, reads="personal", gives="personal"),

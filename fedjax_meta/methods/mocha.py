@@ -190,6 +190,7 @@ def mocha(
         roles=masks.roles(own, everything, masks.complement(own)),
         # Nothing is averaged, so that a weight says only whether a client takes part.
         weighting="uniform",
+        sends_statistics=False,
         init_memory=init_memory,
         memory_of_uploads=True,
         collaborate=Collaboration(mix, reads="", gives="personal"),

@@ -58,7 +58,8 @@ def client_round(
     message, read = attacked.by_client(setting, key, id_, message, received, given, data)
     # A client that clips its upload cannot know how stale it will be; the server weighs what arrives.
     message = message._replace(upload=stale.scaled(setting, state.model, given.model, message.upload, stale_weight))
-    sums, separate = _added_up(setting, message, weights, returned, id_, context)
+    bounds = largest_weights(setting, trained, data)
+    sums, separate = _added_up(setting, message, weights, bounds, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, after, jax.tree.map(jnp.asarray, outputs))
 
@@ -129,12 +130,11 @@ def weight_of(setting: Setting, trained: Trained, client: ClientData) -> jax.Arr
     return weight if "train" not in client.views else jnp.where(client["train"].size > 0, weight, 0)
 
 
-def largest_weight(setting: Setting, data: FederatedData) -> float:
-    """The largest weight that a client can have."""
-    if setting.chain.fixed_divisor:
-        return 1.0
+def largest_weights(setting: Setting, trained: Trained, data: FederatedData) -> tuple[float, float]:
+    """The largest weights that a client can have in the mean of models, and in that of statistics."""
     view = WEIGHTINGS[setting.federation.weighting or setting.method.weighting]
-    return 1.0 if view is None else float(dict(data.max_size)[view])
+    most = 1.0 if setting.chain.fixed_divisor or view is None else float(dict(data.max_size)[view])
+    return most, most if trained.statistics_weight is None else 1.0
 
 
 def _within_masks(
@@ -152,8 +152,11 @@ def _within_masks(
             f"clients of {setting.method.name} give their own weight, of which mask cannot know the largest: leave one of the "
             "two out, or count clients by the weighting of a method"
         )
-    most = largest_weight(setting, data)
-    return jax.tree.map(lambda w: jnp.where(w > most, jnp.nan, w), weights)
+    return jax.tree.map(
+        lambda most, part: jax.tree.map(lambda w: jnp.where(w > most, jnp.nan, w), part),
+        largest_weights(setting, trained, data),
+        weights,
+    )
 
 
 def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) -> PyTree:
@@ -235,11 +238,12 @@ def _added_up(
     setting: Setting,
     message: attacked.Message,
     weights: tuple[jax.Array, PyTree],
+    bounds: tuple[float, float],
     returned: jax.Array,
     id_: jax.Array,
     context: Context,
 ) -> tuple[PyTree, PyTree]:
-    """(what is added up over the cohort, what an aggregator gets of each client)."""
+    """(what is added up over the cohort, what an aggregator gets of each client); `bounds` as in `largest_weights`."""
     upload = (*message.upload, message.measured)
     # A measured number of a transformation says something of one client, so all count equally there.
     weight: Any = (*jax.tree.map(lambda w: jnp.where(returned, w, 0), weights), jnp.where(returned, 1.0, 0.0))
@@ -249,8 +253,7 @@ def _added_up(
         return (), (zeros_unless(returned, upload), weight)
     sums = weigh(upload, weight)
     if setting.chain.masks_uploads:
-        most = largest_weight(setting, context.data)
-        sums = setting.chain.encode(tagged(context.key, "masks"), sums, most, id_, context.ids)
+        sums = setting.chain.encode(tagged(context.key, "masks"), sums, (*bounds, 1.0), id_, context.ids)
         sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), sums)
     return sums, ()
 

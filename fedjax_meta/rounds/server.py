@@ -15,7 +15,7 @@ from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import attacked, ratios, stale
-from fedjax_meta.rounds.client import largest_weight, receive_fresh, train, upload_of
+from fedjax_meta.rounds.client import receive_fresh, train, upload_of
 from fedjax_meta.rounds.setting import Kept, Outputs, Setting
 from fedjax_meta.rounds.trees import must_fit, where, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -117,12 +117,7 @@ def _total(
 ) -> WeightedSum:
     """The weighted sum over the cohort, without masks and with the divisor that the upload transformations ask for."""
     if setting.chain.masks_uploads:
-        forms = jax.tree.unflatten(jax.tree.structure(summed.total), summed.dtypes)
-        total = jax.tree.map(lambda form: jnp.promote_types(form, jnp.float32), forms)
-        weight = jax.tree.map(lambda _: jnp.result_type(float), summed.weight)
-        like = dataclasses.replace(summed, total=total, weight=weight)
-        most = largest_weight(setting, data)
-        summed = setting.chain.decode(tagged(key, "masks"), summed, most, ids, returned, like)
+        summed = setting.chain.decode(tagged(key, "masks"), summed, ids, returned)
     if setting.chain.fixed_divisor:
         # The weights that came in would tell which clients did not return.
         weight = jax.tree.map(lambda w: jnp.full_like(w, setting.divisor(data.drawn_from)), summed.weight)

@@ -223,7 +223,7 @@ def _first(system: System, clients: Clients) -> Algorithm:
 
 
 def resolved(system: System, clients: Clients) -> dict[str, Json]:
-    """Every hyper-parameter of a system, defaults included; a list where it has a grid."""
+    """Every hyper-parameter of a system, defaults included: those of a grid at its first point, and the grid itself."""
     return {**_first(system, clients).config, "grid": {name: list(values) for name, values in system.grid.items()}}
 
 

@@ -37,7 +37,8 @@ def text(guarantee: privacy.Guarantee) -> str:
 def words(study: Study, algorithm: Algorithm, num_clients: int, *, tuned: bool = False) -> list[str]:
     """The guarantee of all rounds of a study, as a table says it; empty for a system without noise.
 
-    It is that of one final run. If the system was `tuned`, its trials saw the same data, which the words say.
+    It is that of one final run. If the system was `tuned`, its trials saw the same data, which the words say. Where runs may end
+    before, they say that it is of all rounds.
 
     Raises:
       ValueError: a delta that does not cover what the sampling may do.
@@ -46,7 +47,10 @@ def words(study: Study, algorithm: Algorithm, num_clients: int, *, tuned: bool =
         found = guarantee(study, algorithm, num_clients)
     except ImportError as error:
         return [f"epsilon unknown: {error}"]
-    return [] if found is None else [text(found) + ("; the trials of its grid are not counted" if tuned else "")]
+    if found is None:
+        return []
+    rounds = f"; of all {study.rounds} rounds" if study.stop_at else ""
+    return [text(found) + rounds + ("; the trials of its grid are not counted" if tuned else "")]
 
 
 def of_system(

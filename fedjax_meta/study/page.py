@@ -89,6 +89,8 @@ def write_all(
 ) -> None:
     """Writes `report.html`, `report.md`, `report.tex`, a figure for each score and `figures/SCENARIO-NAME.svg` into a folder.
 
+    Figures of an earlier report that this one does not have are removed.
+
     Args:
       folder: of the run.
       study, built, outcomes, command, found: as in `write`.
@@ -111,8 +113,10 @@ def write_all(
     series = _series(study, outcomes)
     scores = list(dict.fromkeys(one.kind.name for one in series))
     for score in scores:
-        name = "figure.png" if len(scores) == 1 else f"figure-{score}.png"
-        report.save_figure(folder / name, [one for one in series if one.kind.name == score], title=study.title)
+        paths.append(folder / ("figure.png" if len(scores) == 1 else f"figure-{score}.png"))
+        report.save_figure(paths[-1], [one for one in series if one.kind.name == score], title=study.title)
+    for old in {*folder.glob("figures/*.svg"), *folder.glob("figure*.png")} - set(paths):
+        old.unlink(missing_ok=True)  # of a report of other scenarios or systems
 
 
 def _series(study: Study, outcomes: Sequence[Outcome]) -> list[report.Series]:

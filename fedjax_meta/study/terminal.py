@@ -106,13 +106,20 @@ def outcome(
 
 
 def left_out(study: Study, folder: Path) -> None:
-    """Names systems of earlier commands that a report has no rows of."""
-    finished = {path.name.partition(".")[0] for path in (folder / "results").glob("*/*.final.json")}
-    left = ", ".join(sorted(finished - set(study.systems)))
+    """Names scenarios and systems of earlier commands that a report has no rows of."""
+    finished = {(path.parent.name, path.name.partition(".")[0]) for path in (folder / "results").glob("*/*.final.json")}
+    scenarios = {f"scenario {scenario}" for scenario, _ in finished if scenario not in study.scenarios}
+    systems = {
+        system if system not in study.systems else f"{system} on {scenario}"
+        for scenario, system in finished
+        if scenario in study.scenarios and system not in study.systems_on(scenario)
+    }
+    left = [*sorted(scenarios), *sorted(systems)]
     if left:
+        them = "it" if len(left) == 1 else "them"
         text = (
-            f"This report leaves out {left}, although the folder has their results; so do compare and export. Run all systems to "
-            "include them."
+            f"This report leaves out {', '.join(left)}, although the folder has results of {them}; so do compare and export. Run "
+            "all of the study to include everything."
         )
         console.print(escape.console(text), soft_wrap=True)
 

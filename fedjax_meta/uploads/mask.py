@@ -8,8 +8,8 @@ Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth: "Prac
 machine learning", CCS 2017, without key exchange and secret sharing: what a server computes, not a protocol that is secure.
 """
 
-import dataclasses
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
+from fedjax_meta.aggregate import WeightedSum
 from fedjax_meta.keys import tagged
 from fedjax_meta.types import Key, PyTree
 from fedjax_meta.uploads.transform import Message, UploadTransform, per_leaf
@@ -29,8 +30,10 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
 
     Args:
       fraction_bits: binary digits after the point, from 1 to 30. Each number is multiplied by weight / largest weight (that a
-        client can have) and rounded to a multiple of `2^-fraction_bits`. With `noise` it is rounded towards zero, so that the
-        clip norm still holds. Values out of range are cut.
+        client can have; 1 for what counts equally) and rounded to a multiple of `2^-fraction_bits`. With `noise` it is rounded
+        towards zero, so that the clip norm still holds. Values out of range are cut. So a mean is exact to about
+        `2^-fraction_bits` times the largest weight over the cohort's mean weight: where one client has 1,000 times the samples of
+        the others, take more bits, or `weighting="uniform"`.
         The sum over the cohort must stay below `2^(31 - fraction_bits)` in magnitude, else it wraps around: C numbers of
         magnitude up to `2^(31 - fraction_bits) / C` are safe.
 
@@ -54,16 +57,32 @@ def mask(fraction_bits: int = 16) -> UploadTransform:
     )
 
 
-def _scales(scale: float, sums: Any, bound: float, cohort_size: int) -> Any:
-    """What the parts of a weighted sum are multiplied by before they are rounded: `scale` a number, and a weight as finely as
-    the sum of C weights allows."""
-    of_weights = 2.0 ** (30 - math.ceil(math.log2(max(cohort_size, 2))))
-    total = jax.tree.map(lambda _: scale / bound, sums.total)
-    return dataclasses.replace(sums, total=total, weight=jax.tree.map(lambda _: of_weights / bound, sums.weight))
+@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=["dtypes", "bounds"])
+@dataclass(frozen=True)
+class Masked(WeightedSum):
+    """A `WeightedSum` in fixed-point integers, uint32.
+
+    Attributes:
+      bounds: the largest value of each leaf of `weight`.
+    """
+
+    bounds: tuple[float, ...]
+
+    def scales(self, scale: float, cohort_size: int) -> "Masked":
+        """What the parts are multiplied by before they are rounded: a number by `scale`, and a weight as finely as the sum of C
+        weights allows; both in units of the largest weight."""
+        of_weights = 2.0 ** (30 - math.ceil(math.log2(max(cohort_size, 2))))
+        bounds = jax.tree.unflatten(jax.tree.structure(self.weight), self.bounds)
+        total = jax.tree.map(lambda bound, part: jax.tree.map(lambda _: scale / bound, part), bounds, self.total)
+        return Masked(total, jax.tree.map(lambda bound: of_weights / bound, bounds), self.dtypes, self.bounds)
 
 
-def _encode(scale: float, key: Key, sums: Any, bound: float, id_: jax.Array, ids: jax.Array, shrinks: bool = False) -> PyTree:
-    """What client `id_` of the cohort `ids` sends: fixed-point integers plus its masks, uint32."""
+def _encode(
+    scale: float, key: Key, sums: WeightedSum, bounds: PyTree, id_: jax.Array, ids: jax.Array, shrinks: bool = False
+) -> Masked:
+    """What client `id_` of the cohort `ids` sends: fixed-point integers plus its masks."""
+    each = jax.tree.map(lambda bound, part: jax.tree.map(lambda _: bound, part), bounds, sums.weight)
+    unmasked = Masked(sums.total, sums.weight, sums.dtypes, tuple(jax.tree.leaves(each)))
 
     def integers(leaf: jax.Array, factor: float) -> jax.Array:
         most = 2.0**31 - 2**8  # the largest float32 below 2^31 leaves room for rounding
@@ -74,11 +93,11 @@ def _encode(scale: float, key: Key, sums: Any, bound: float, id_: jax.Array, ids
     def add(place: Any, total: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, total, _pair_mask(key, id_, ids[place], total))
 
-    start = jax.tree.map(integers, sums, _scales(scale, sums, bound, ids.shape[0]))
+    start = jax.tree.map(integers, unmasked, unmasked.scales(scale, ids.shape[0]))
     return jax.lax.fori_loop(0, ids.shape[0], add, start)
 
 
-def _decode(scale: float, key: Key, total: Any, bound: float, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
+def _decode(scale: float, key: Key, total: Masked, ids: jax.Array, returned: jax.Array) -> WeightedSum:
     """The sum of the uploads that returned, without the masks that they share with clients that did not."""
     count = ids.shape[0]
 
@@ -96,7 +115,11 @@ def _decode(scale: float, key: Key, total: Any, bound: float, ids: jax.Array, re
     def number(leaf: jax.Array, factor: float, form: Any) -> jax.Array:
         return (jax.lax.bitcast_convert_type(leaf, jnp.int32) / factor).astype(form)
 
-    return jax.tree.map(number, total, _scales(scale, total, bound, count), like)
+    scales, real = total.scales(scale, count), jnp.result_type(float)
+    forms = [jnp.promote_types(form, jnp.float32) for form in total.dtypes]
+    numbers = jax.tree.map(number, total.total, scales.total, jax.tree.unflatten(jax.tree.structure(total.total), forms))
+    weight = jax.tree.map(lambda leaf, factor: number(leaf, factor, real), total.weight, scales.weight)
+    return WeightedSum(numbers, weight, total.dtypes)
 
 
 def _pair_mask(key: Key, one: jax.Array, other: jax.Array, like: PyTree) -> PyTree:

@@ -86,10 +86,10 @@ class UploadTransform:
       init_server: `(key, upload) -> kept`, what the transformation keeps at the server, in `State.aggregation`.
       init_memory: `upload -> memory`, a client's first memory of this transformation, e.g. a residual of zeros.
       message: `(message, leaf) -> message`, how the size of a floating-point leaf changes.
-      encode: `(key, weighted sum of one upload, bound, id, ids, shrinks) -> integers`, for secure aggregation: what one client
-        sends. `bound` is the largest weight that a client can have, a Python number; `shrinks` says that no number may become
-        larger in magnitude, because noise is scaled to the norm that uploads were clipped to.
-      decode: `(key, sum of the integers, bound, ids, returned, like) -> weighted sum`, its inverse at the server.
+      encode: `(key, weighted sum of one upload, bounds, id, ids, shrinks) -> integers`, for secure aggregation: what one client
+        sends. `bounds` are the largest weights that a client can have, Python numbers, a prefix tree of the weights; `shrinks`
+        says that no number may become larger in magnitude, because noise is scaled to the norm that uploads were clipped to.
+      decode: `(key, sum of the integers, ids, returned) -> weighted sum`, its inverse at the server.
       clip_norm: the bound on an upload's norm that this transformation guarantees, if it does: a number, or `kept -> number`.
       spends: for a transformation that releases a noisy measurement of its own, 1 / (its deviation over its sensitivity)^2.
         `noise` then adds so much more that both together are as private as its multiplier says.
@@ -238,18 +238,18 @@ class Chain:
             average, renewed[i] = transform.server(its_key, average, context, kept[i], measured[i])
         return average, tuple(renewed)
 
-    def encode(self, key: Key, sums: PyTree, bound: float, id_: jax.Array, ids: jax.Array) -> PyTree:
+    def encode(self, key: Key, sums: PyTree, bounds: PyTree, id_: jax.Array, ids: jax.Array) -> PyTree:
         """What client `id_` sends in place of its weighted sum, see `UploadTransform.encode`."""
         for transform in self.transforms:
             if transform.encode is not None:
-                sums = transform.encode(key, sums, bound, id_, ids, self.fixed_divisor)
+                sums = transform.encode(key, sums, bounds, id_, ids, self.fixed_divisor)
         return sums
 
-    def decode(self, key: Key, total: PyTree, bound: float, ids: jax.Array, returned: jax.Array, like: PyTree) -> PyTree:
-        """The weighted sum of the uploads that returned, see `UploadTransform.decode`; `like` holds the dtype of each leaf."""
+    def decode(self, key: Key, total: PyTree, ids: jax.Array, returned: jax.Array) -> PyTree:
+        """The weighted sum of the uploads that returned, see `UploadTransform.decode`."""
         for transform in self.transforms:
             if transform.decode is not None:
-                total = transform.decode(key, total, bound, ids, returned, like)
+                total = transform.decode(key, total, ids, returned)
         return total
 
     def message(self, leaf: Any) -> Message:

@@ -168,3 +168,12 @@ def test_more_scales_than_inputs_are_an_error():
     x = (np.zeros((6, 2), np.float32), np.zeros((6, 3), np.float32))
     with pytest.raises(ValueError, match="scale=.* must name leaves of the inputs"):
         from_partition(x, np.arange(6) % 2, np.arange(6), [4, 2], scale=(0.5, 0.5, 0.5))
+
+
+def test_labels_that_count_from_1_bring_a_note():
+    x = np.zeros((6, 2), np.float32)
+    with pytest.warns(UserWarning, match=r"labels run from 1 to 3, so that a model has 4 classes, class 0 among them"):
+        assert from_clients([(x, [1, 2, 3, 1, 2, 3])]).num_classes == 4
+    assert from_clients([(x, [1, 2, 3, 1, 2, 3])], num_classes=4).num_classes == 4
+    tokens = np.tile([1, 2, 3], (6, 1))  # of which 0 may be padding
+    assert from_clients([(tokens, tokens)], num_classes=4).num_classes == 4

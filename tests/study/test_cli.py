@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -19,16 +20,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
-from fedjax_meta import cli, models, report
+from fedjax_meta import cli, disk, models, process, report
 from fedjax_meta.builders import about
 from fedjax_meta.cli import app
 from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, descriptions, from_tree, system, terminal, to_tree, tuning
+from fedjax_meta.study import catalogue, descriptions, from_tree, page, run, system, terminal, to_tree, tuning
 from fedjax_meta.study.scenario import SHIFTS, Scenario
-from tests.study.common import TREE, study
+from tests.study.common import TREE, Silent, study
 
 runner = CliRunner()
 
@@ -67,7 +68,57 @@ def test_run_prints_tables_that_fit_80_columns_and_writes_a_report(file, tmp_pat
     assert not any(word in page for word in ('src="http', 'href="http', "@import", "url(http"))
     # A part of the study in the same folder.
     code, text = said("run", file, "--out", tmp_path / "run", "--set", "rounds=2", "--set", "seeds=[1]", "--systems", "fedavg")
-    assert code == 0 and "This report leaves out local, although the folder has their results" in " ".join(text.split())
+    assert code == 0 and "This report leaves out local, although the folder has results of it" in " ".join(text.split())
+
+
+def test_what_a_report_leaves_out_is_named_and_its_pictures_go(tmp_path, capsys):
+    chosen = study(systems={name: TREE["systems"][name] for name in ("fedavg", "local")})
+    for scenario in ("pairs", "gone"):
+        for name in ("fedavg", "local", "old"):
+            disk.write_text(tmp_path / "results" / scenario / f"{name}.final.json", "{}")
+    terminal.left_out(chosen, tmp_path)
+    assert "leaves out scenario gone, old, although the folder has results of them" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    for name in ("figures/gone-curves.svg", "figure-f1.png", "figures/mine.txt"):
+        disk.write_text(tmp_path / name, "")
+    built = run.build(chosen)
+    outcomes = run.run(chosen, tmp_path / "run", watcher=Silent(), clients=built)
+    page.write_all(tmp_path, chosen, built, outcomes, "it")
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("figure*") if path.is_file()}
+    there = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {"figure.png"} and "mine.txt" in there and "gone-curves.svg" not in there and "pairs-samples.svg" in there
+
+
+def test_a_signal_after_the_last_round_is_not_lost(tmp_path, monkeypatch):
+    def ends(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+        return []
+
+    monkeypatch.setattr(cli.runs, "run", ends)
+    with (
+        pytest.raises(process.Stopped, match="stopped while the report was written. Write it with: again"),
+        cli._trained(study(), tmp_path, {}, "again", Silent(), shared=False),
+    ):
+        raise AssertionError("the report is written")
+
+
+def test_a_signal_while_the_command_is_imported_ends_it_in_one_line():
+    code = """
+import os, signal, sys
+import fedjax_meta.__main__ as command
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "fedjax_meta.cli":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder)
+command.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped\n")
 
 
 class Sweep:
