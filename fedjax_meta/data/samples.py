@@ -151,8 +151,8 @@ def class_count(*labels: np.ndarray) -> int:
         )
     elif counts.size and not counts[0] and all(y.ndim == 1 for y in labels):  # of tokens, 0 may stand for padding
         warnings.warn(
-            f"labels run from {np.flatnonzero(counts)[0]} to {len(counts) - 1}, so that a model has {len(counts)} classes, class 0 "
-            "among them, which has no sample; subtract 1 if they count from 1",
+            f"labels run from {np.flatnonzero(counts)[0]} to {len(counts) - 1}, so that a model has {len(counts)} classes, class "
+            "0 among them, which has no sample; subtract 1 if they count from 1",
             stacklevel=2,
         )
     return len(counts)
