@@ -53,7 +53,8 @@ class Trained(NamedTuple):
       statistics: anything else that the server averages over the cohort.
       statistics_weight: how much the client counts in that average, a scalar or a prefix tree of `statistics`; the client's
         weight by default. Behind `uploads.mask` it is at most 1; a client with more is left out.
-      stacked: what the server must see of each client separately; it arrives as `[C, ...]`.
+      stacked: what the server must see of each client separately; it arrives as `[C, ...]`. Upload transformations do not change
+        it.
       weight: how much the client counts, a scalar. By default it follows from the weighting of the method or the federation; a
         rule gives it only where it depends on what happened in the round. With weight 0 the client did not take part.
     """

@@ -14,10 +14,11 @@ KEY, CLIP, WHO = jax.random.key(4), 0.05, 2
 
 REFUSED = {
     **dict.fromkeys(
-        ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp", "mocha"),
+        ("afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp"),
         "lets the server see what each client sends by itself",
     ),
     "fednova": "fednova cannot go with clip",
+    "mocha": "sends nothing that is averaged",
     **dict.fromkeys(("pfedhn", "pfedhn_pc", "pfedsim"), "sends other numbers than those that the simulation averages"),
 }
 """Methods that noise cannot cover."""

@@ -302,7 +302,8 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         meta-update.
       outer_slots: "kept" lets a client keep the outer optimiser's state (Adam's moments) of its personal leaves from round to
         round, where the FedMeta-Per code starts it afresh; with "averaged", the state of the shared leaves, learned rates among
-        them, is averaged over the cohort and goes on too (FedAvg-Adam).
+        them, is averaged over the cohort and goes on too (FedAvg-Adam). Averaged second moments may turn negative under `noise`
+        or `sparsify`; then a client's model is not finite, and it is left out.
       outer_at: "client" (FedMeta-Per: the client steps and sends its model) or "server": the client sends the gradient, and
         `outer_optimizer(outer_lr)` at the server descends it; its state lasts from round to round. Personal leaves still step at
         the client.

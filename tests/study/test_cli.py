@@ -92,7 +92,7 @@ def test_what_a_report_leaves_out_is_named_and_its_pictures_go(tmp_path, capsys)
 
 def test_a_signal_after_the_last_round_is_not_lost(tmp_path, monkeypatch):
     def ends(*_, **__):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         return []
 
     monkeypatch.setattr(cli.runs, "run", ends)
