@@ -4,6 +4,7 @@ XLA computes all but large matrix products on one core, so on a CPU a cohort is 
 `use_all_cores` sets JAX up that way. Importing the package changes no setting.
 """
 
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -79,6 +80,17 @@ def compiled(lowered: jax.stages.Lowered, *, once: bool = False) -> jax.stages.C
       once: whether it will be called once, so that compiling it takes longer than running it.
     """
     return lowered.compile(compiler_options(once=once) or None)
+
+
+def compiling(lowered: jax.stages.Lowered) -> concurrent.futures.Future[jax.stages.Compiled]:
+    """`compiled` on a thread of its own, beside which this one may trace other programs.
+
+    Programs are lowered by whoever calls this: settings such as `jax.enable_x64` belong to a thread.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
+    future = pool.submit(lowered.compile, compiler_options() or None)
+    pool.shutdown(wait=False)  # after this one
+    return future
 
 
 def compiler_options(*, once: bool = False) -> dict[str, str | bool]:

@@ -215,6 +215,8 @@ class _OnDevice:
 
         self._block = Compiled(jax.jit(block, donate_argnums=(0,), out_shardings=(places, whole)))
         self._measure = Compiled(jax.jit(measure, out_shardings=whole))
+        if tests:
+            self._measure.begin(self.state, self._test_data, self._key)  # while the first block is traced
         self.done = int(self.state.round)
 
     def train(self, count: int) -> Log:

@@ -180,6 +180,24 @@ def test_compilation_is_counted_once_and_apart():
     assert all(record.seconds > 0 for record in records)
 
 
+def test_an_evaluator_that_fails_does_so_before_anything_is_trained():
+    def fails(key, state, data):
+        raise ZeroDivisionError("of the evaluator")
+
+    done = []
+    with pytest.raises(ZeroDivisionError, match="of the evaluator"):
+        _simulate(evaluators={"it": Evaluator(fails, jnp.array(1.0))}, on_progress=lambda number, _: done.append(number))
+    assert not done
+
+
+def test_an_evaluator_is_compiled_beside_the_rounds_with_the_settings_of_the_caller():
+    with jax.enable_x64(False):
+        data = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), jnp.ones(3, jnp.float32))
+        _, records = _simulate(rounds=1, evaluators={"it": Evaluator(lambda key, state, x: state.model["own"][:3] + x, data)})
+    (record,) = records
+    assert record.evaluations["it"].dtype == np.float32
+
+
 def test_the_number_of_rounds_may_be_traced_and_the_rest_of_the_log_is_zero():
     start = ALGORITHM.init(KEY, problems.data())
     block = jax.jit(lambda count: run_rounds(ALGORITHM, KEY, start, problems.data(), count, most=4))
