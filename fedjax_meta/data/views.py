@@ -35,6 +35,8 @@ class ClientView:
       shapes: of one sample, for each leaf of `x`, where `x` holds rows of numbers; see `FederatedData.flat`.
       once: whether a sample counts once in a batch, whatever asks for it twice: its other rows get weight 0. Training on private
         gradients needs it, whose noise covers one clipped gradient of each sample.
+      beside: values of the samples of the view, in its order, leaves `[max_size, ...]`; the targets of a batch are then the pair
+        (y, values). None when `None`.
     """
 
     x: PyTree
@@ -49,6 +51,7 @@ class ClientView:
     change: Callable[[Batch, jax.Array], Batch] | None = None
     shapes: tuple[tuple[int, ...], ...] | None = None
     once: bool = False
+    beside: PyTree = None
 
     def _size(self) -> Scalar:
         """The number of samples; a Python int, if it is one, makes numbers of steps static."""
@@ -74,13 +77,13 @@ class ClientView:
             client, so that no client reads another's.
           weight: `[B]`, 1 for a real sample and 0 for padding.
         """
-        index = jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
-        index = index if self.order is None else self.order(index)
+        position = jnp.clip(index, 0, jnp.maximum(self.size - 1, 0))
+        index = position if self.order is None else self.order(position)
         if self.once:
             weight = jnp.where(_is_first(jnp.where(weight > 0, index, -1)), weight, 0)
         where = self.start + index
 
-        def rows(values: jax.Array | np.ndarray) -> jax.Array:
+        def rows(values: jax.Array | np.ndarray, where: jax.Array = where) -> jax.Array:
             return jnp.asarray(values).at[where].get(mode="clip")
 
         def scaled(x: jax.Array, offset: Any, scale: Any) -> jax.Array:
@@ -93,7 +96,10 @@ class ClientView:
         if self.offset is not None:
             x = jax.tree.map(scaled, x, self.offset, self.scale)
         batch = Batch(x, jax.tree.map(rows, self.y), weight.astype(jnp.result_type(float)))
-        return batch if self.change is None else self.change(batch, index)
+        batch = batch if self.change is None else self.change(batch, index)
+        if self.beside is None:
+            return batch
+        return batch._replace(y=(batch.y, jax.tree.map(lambda values: rows(values, position), self.beside)))
 
     def epochs(self, key: Key, batch_size: int, epochs: int = 1, *, share: Scalar | None = None) -> Batches:
         """Shuffled passes over the view, `ceil(size / batch_size)` steps each; the last batch of a pass may be partial.

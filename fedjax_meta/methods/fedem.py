@@ -9,12 +9,12 @@ Marfoq, Neglia, Bellet, Kameni, Vidal: "Federated multi-task learning under a mi
 | pi_t | `Own.share`, a client's memory | `[M]` |
 | q_t(s, m) | `responsibilities` | `[B, M]` |
 
-Differs from the paper: responsibilities are recomputed for each batch from the models that the client received, instead of
-being stored for all samples; they are the same numbers, unless the loss augments samples: then a batch has those of its augmented
-samples, and shares follow the samples as they are. In the authors' code, omarfoq/FedEM, a client's optimisers live as long as the
-client, so that momentum goes on from round to round (learners/learner.py 173-194): `keep_optimizer=True`.
+Responsibilities and shares follow the samples as they are, also where the loss augments them. In the authors' code,
+omarfoq/FedEM, a client's optimisers live as long as the client, so that momentum goes on from round to round
+(learners/learner.py 173-194): `keep_optimizer=True`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, features, local, loops, masks
+from fedjax_meta import checks, features, local, loops, masks, runtime
 from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView
@@ -86,24 +86,33 @@ def fedem(
     parts = require_parts(task, "fedem")
     checks.count("components", components)
 
+    def each(of_samples: Callable[[PyTree], jax.Array], models: PyTree) -> jax.Array:
+        """`[B, M]`. A CPU takes one component after the other: side by side they leave its cache, and take twice the time."""
+        if not runtime.on_cpu():
+            return jax.vmap(of_samples, out_axes=1)(models)
+        return jnp.stack([of_samples(jax.tree.map(lambda leaf, m=m: leaf[m], models)) for m in range(components)], 1)
+
     def losses(models: PyTree, batch: Batch) -> jax.Array:
         """The loss of each sample under each component, in evaluation mode, `[B, M]`."""
-        return jax.vmap(lambda model: parts.of_samples(task.predict(model, batch.x), batch), out_axes=1)(models)
+        return each(lambda model: parts.of_samples(task.predict(model, batch.x), batch), models)
 
     def training_losses(models: PyTree, batch: Batch, key: Key) -> jax.Array:
         """The same in training mode."""
-        return jax.vmap(lambda model: parts.of_samples(parts.logits(model, batch, key)[0], batch), out_axes=1)(models)
+        return each(lambda model: parts.of_samples(parts.logits(model, batch, key)[0], batch), models)
 
-    def renewed_share(models: PyTree, share: jax.Array, view: ClientView) -> jax.Array:
-        """One step of expectation and maximisation: π_m ← mean of q(s, m) over the client's samples."""
+    def expected(models: PyTree, share: jax.Array, view: ClientView) -> tuple[jax.Array, jax.Array]:
+        """One step of expectation and maximisation: (q of the view's samples, `[max_size, M]`; π_m, its mean over them)."""
         batches = view.in_chunks()
+        length = jax.eval_shape(lambda: batches.get(0, 0).weight).shape[0]
 
-        def step(t: Any, total: jax.Array) -> jax.Array:
-            batch = batches.get(t, 0)
-            return total + batch.weight @ responsibilities(losses(models, batch), share)
+        def step(t: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            (q, total), batch = carry, batches.get(t, 0)
+            found = responsibilities(losses(models, batch), share)
+            return jax.lax.dynamic_update_slice_in_dim(q, found, t * length, 0), total + batch.weight @ found
 
-        total = loops.fori_loop(batches.steps, step, jnp.zeros_like(share))
-        return jnp.where(view.size > 0, total / jnp.maximum(view.size, 1), share)
+        nothing = jnp.zeros((batches.max_steps * length, components), share.dtype), jnp.zeros_like(share)
+        q, total = loops.fori_loop(batches.steps, step, nothing)
+        return q[: view.max_size], jnp.where(view.size > 0, total / jnp.maximum(view.size, 1), share)
 
     # Each component has an optimiser of its own.
     one = optimizer(lr)
@@ -111,22 +120,23 @@ def fedem(
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         start, (share, slots), everything = received.model, received.memory, masks.everything_like(received.model)
+        q, share = expected(start, share, data["train"])
 
         def loss(models: PyTree, batch: Batch, key: Key) -> tuple[jax.Array, PyTree]:
-            batch, key = parts.prepare(batch, key)
-            q = responsibilities(losses(start, batch), share)
+            y, q = batch.y
+            batch, key = parts.prepare(batch._replace(y=y), key)
             return weighted_mean(jnp.sum(q * training_losses(models, batch, key), -1), batch.weight), models
 
-        batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
+        view = dataclasses.replace(data["train"], beside=q)
+        batches = view.epochs(tagged(key, "order"), batch_size, epochs)
         slots = slots if keep_optimizer else step.init(start)
         models, slots, value = local.train_on(tagged(key, "loss"), loss, start, slots, batches, step, everything)
-        memory = Own(renewed_share(start, share, data["train"]), slots if keep_optimizer else ())
-        return Trained(models, {"loss": value}, memory=memory)
+        return Trained(models, {"loss": value}, memory=Own(share, slots if keep_optimizer else ()))
 
     def personalize(key: Key, received: Received, support: ClientView) -> Mixture:
         del key
         models, share, steps = received.model, received.memory.share, jnp.where(received.seen, 0, test_steps)
-        return Mixture(models, loops.fori_loop(steps, lambda _, share: renewed_share(models, share, support), share))
+        return Mixture(models, loops.fori_loop(steps, lambda _, share: expected(models, share, support)[1], share))
 
     def predict(variables: Mixture, x: Any) -> jax.Array:
         """The logarithm of the mixed probabilities, `[B, K]`."""

@@ -184,3 +184,15 @@ def test_a_view_that_counts_once_gives_weight_to_each_sample_of_a_batch_once(siz
     passes = plain.counting_once()["train"].epochs(jax.random.key(3), 16)
     weights = [np.asarray(passes.get(t, 0).weight) for t in range(int(passes.steps))]
     assert sum(map(np.sum, weights)) == size  # padding hides no sample
+
+
+def test_values_beside_the_samples_follow_the_order_of_the_view():
+    """The view has the samples 3, ..., 9 backwards; beside the one at each place stands a hundred times that place."""
+    view = dataclasses.replace(numbered(np.array([3, 7])).client(1)["train"], order=lambda index: 6 - index)
+    view = dataclasses.replace(view, beside={"place": 100 * jnp.arange(7)})
+    batches, rows = view.epochs(jax.random.key(0), 4), []
+    for step in range(2):
+        batch = batches.get(step, 0)
+        (_, beside), real = batch.y, np.asarray(batch.weight) > 0
+        rows += [*zip(np.asarray(batch.x)[real, 0].tolist(), np.asarray(beside["place"])[real].tolist(), strict=True)]
+    assert sorted(rows) == [(9 - place, 100 * place) for place in reversed(range(7))]
