@@ -379,7 +379,7 @@ def test_committed_rows_equal_themselves(name, capsys):
             "mlp 32 32 1 exact: ",
             "lenet 32 32 4 implicit, 5 CG: ",
             " 250 50 5 mocha: ",
-            " 100 50 5 ditto: ",
+            " 250 50 5 ditto: ",
         ),
         "accelerator.jsonl": ("W1-5 fedjax_meta: ", "W2-50 fedjax_meta: ", "tf32 W4-50 ", "lenet 32 32 5 exact: "),
         "static.jsonl": ("static cuda h200 5 W1: kernels", "static tpu v5e 5 MTFL: temp_bytes"),
