@@ -3,8 +3,15 @@
 With JAX 0.10 the gradient of a batch of 20 triangular solves of 256 x 256 never ended on two cores. On a CPU the matrices of a
 batch are therefore taken one after the other, whatever `vmap` they come from; on other platforms these are JAX's own functions.
 They have first derivatives in reverse mode.
+
+JAX calls SciPy's LAPACK there, which is OpenBLAS in the packages of PyPI. Its threads wait in loops for each other and for the
+threads of JAX's devices: `one_thread` turns them off.
 """
 
+import functools
+import importlib.util
+import os
+import sys
 from functools import partial
 
 import jax
@@ -14,12 +21,40 @@ from jax.custom_batching import sequential_vmap
 from fedjax_meta import runtime
 
 
+def one_thread() -> None:
+    """Lets SciPy's LAPACK take one thread for a call: the devices of a CPU, which make the calls, are its cores.
+
+    It changes nothing where `OPENBLAS_NUM_THREADS` is set, or where SciPy's linear algebra has been imported before and
+    threadpoolctl is not installed.
+    """
+    if runtime.on_cpu():
+        _load_for_one_thread()
+
+
+@functools.cache  # once a process
+def _load_for_one_thread() -> None:
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        return
+    if "scipy.linalg" not in sys.modules:
+        os.environ[name] = "1"  # OpenBLAS reads it when it is loaded
+        try:
+            importlib.import_module("scipy.linalg.cython_lapack")
+        finally:
+            del os.environ[name]
+    elif importlib.util.find_spec("threadpoolctl") is not None:
+        for library in importlib.import_module("threadpoolctl").ThreadpoolController().lib_controllers:
+            if library.internal_api == "openblas" and "scipy" in os.path.basename(os.path.dirname(library.filepath)):
+                library.set_num_threads(1)
+
+
 def cholesky(matrix: jax.Array) -> jax.Array:
     """The lower triangular L with L L^T = matrix.
 
     Args:
       matrix: `[M, M]`, symmetric and positive definite; both halves are read by the gradient.
     """
+    one_thread()
     return _cholesky(matrix) if runtime.on_cpu() else jnp.linalg.cholesky(matrix)
 
 
@@ -31,6 +66,7 @@ def solve_triangular(lower: jax.Array, sides: jax.Array, *, transpose: bool = Fa
       sides: B, `[M, K]`.
       transpose: whether L is transposed.
     """
+    one_thread()
     if runtime.on_cpu():
         return _solve(lower, sides, transpose)
     return jax.scipy.linalg.solve_triangular(lower, sides, trans=int(transpose), lower=True)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta.numerics import linalg
 from fedjax_meta.types import Scalar
 
 
@@ -24,6 +25,7 @@ def relations(weights: jax.Array, smoothing: Scalar) -> jax.Array:
     Returns:
       `[N, N]`, symmetric, positive, of trace 1.
     """
+    linalg.one_thread()
     flat = weights.reshape(len(weights), -1)
     values, vectors = jnp.linalg.eigh(flat @ flat.T)
     root = (vectors * jnp.sqrt(jnp.maximum(values, 0))[None]) @ vectors.T

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from fedjax_meta import checks
+from fedjax_meta.numerics import linalg
 from fedjax_meta.types import PyTree
 
 BLOCK_STEPS = 16
@@ -172,6 +173,7 @@ def _usable(profile: jax.Array, variance: jax.Array, valid: jax.Array | None) ->
 
 def _reduced(points: jax.Array) -> jax.Array:
     """Points with the same differences in at most C dimensions."""
+    linalg.one_thread()
     return points if points.shape[1] <= points.shape[0] else jnp.linalg.qr(points.T, mode="r").T
 
 

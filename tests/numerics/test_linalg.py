@@ -1,5 +1,6 @@
 """Factors and solves against NumPy, and their gradients against finite differences, alone and in nested batches."""
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from fedjax_meta import runtime
 from fedjax_meta.numerics import linalg
 
 ROOTS = np.random.default_rng(0).normal(size=(2, 3, 5, 5))
@@ -58,3 +60,30 @@ def test_the_gradient_of_a_large_batch_ends():
     """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=240)
     assert np.isfinite(float(done.stdout)), done.stderr
+
+
+@pytest.mark.parametrize(("before", "given", "threads"), [("jax", "", 1), ("scipy.linalg", "", 1), ("jax", "2", 2)])
+def test_a_call_of_lapack_takes_one_thread_unless_somebody_says_otherwise(before, given, threads):
+    pytest.importorskip("threadpoolctl")
+    if runtime.cores() < 2:
+        pytest.skip("one core: there is one thread anyway")
+    code = f"""
+import os, {before}, jax.numpy as jnp, threadpoolctl
+from fedjax_meta import runtime
+from fedjax_meta.numerics import linalg
+linalg.cholesky(2 * jnp.eye(3))
+for one in threadpoolctl.threadpool_info():
+    if "scipy.libs" in one["filepath"]:
+        print(one["num_threads"], os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+    rest = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**rest, "JAX_PLATFORMS": "cpu", **({"OPENBLAS_NUM_THREADS": given} if given else {})},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    if not found:
+        pytest.skip("SciPy has no OpenBLAS of its own here")
+    assert found.split() == [str(threads), str(given or None)]
