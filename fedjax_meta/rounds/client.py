@@ -58,8 +58,7 @@ def client_round(
     message, read = attacked.by_client(setting, key, id_, message, received, given, data)
     # A client that clips its upload cannot know how stale it will be; the server weighs what arrives.
     message = message._replace(upload=stale.scaled(setting, state.model, given.model, message.upload, stale_weight))
-    bounds = largest_weights(setting, trained, data)
-    sums, separate = _added_up(setting, message, weights, bounds, returned, id_, context)
+    sums, separate = _added_up(setting, trained, message, weights, returned, id_, context)
     outputs = Outputs(trained.metrics, message.stacked, took_part, returned, broken, separate, read)
     return ClientUpdate(sums, after, jax.tree.map(jnp.asarray, outputs))
 
@@ -236,14 +235,14 @@ def _kept_after(
 
 def _added_up(
     setting: Setting,
+    trained: Trained,
     message: attacked.Message,
     weights: tuple[jax.Array, PyTree],
-    bounds: tuple[float, float],
     returned: jax.Array,
     id_: jax.Array,
     context: Context,
 ) -> tuple[PyTree, PyTree]:
-    """(what is added up over the cohort, what an aggregator gets of each client); `bounds` as in `largest_weights`."""
+    """(what is added up over the cohort, what an aggregator gets of each client)."""
     upload = (*message.upload, message.measured)
     # A measured number of a transformation says something of one client, so all count equally there.
     weight: Any = (*jax.tree.map(lambda w: jnp.where(returned, w, 0), weights), jnp.where(returned, 1.0, 0.0))
@@ -253,7 +252,8 @@ def _added_up(
         return (), (zeros_unless(returned, upload), weight)
     sums = weigh(upload, weight)
     if setting.chain.masks_uploads:
-        sums = setting.chain.encode(tagged(context.key, "masks"), sums, (*bounds, 1.0), id_, context.ids)
+        bounds = (*largest_weights(setting, trained, context.data), 1.0)
+        sums = setting.chain.encode(tagged(context.key, "masks"), sums, bounds, id_, context.ids)
         sums = jax.tree.map(lambda leaf: jnp.where(returned, leaf, 0), sums)
     return sums, ()
 

@@ -115,7 +115,7 @@ def write_all(
     for score in scores:
         paths.append(folder / ("figure.png" if len(scores) == 1 else f"figure-{score}.png"))
         report.save_figure(paths[-1], [one for one in series if one.kind.name == score], title=study.title)
-    for old in {*folder.glob("figures/*.svg"), *folder.glob("figure*.png")} - set(paths):
+    for old in {*folder.glob("figures/*.svg"), folder / "figure.png", *folder.glob("figure-*.png")} - set(paths):
         old.unlink(missing_ok=True)  # of a report of other scenarios or systems
 
 
