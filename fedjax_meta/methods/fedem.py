@@ -73,7 +73,7 @@ def fedem(
 
     Args:
       task: a classifier without buffers.
-      components: M.
+      components: M; on a CPU, time to compile grows with it.
       lr, epochs, batch_size, weighting: as in `fedavg`. A round also takes one step of expectation and maximisation.
       optimizer: as in `fedavg`, for each component.
       keep_optimizer: whether a client's optimiser goes on where its last round ended (the authors' code) or starts afresh.
