@@ -94,7 +94,8 @@ class MetaGradient(NamedTuple):
     Attributes:
       adapted: phi_k, the parameters after the inner steps.
       gradient: a tree like `meta`, the (approximate) gradient of the query loss with respect to it.
-      info: diagnostics, scalars: an `Info`, or a named tuple with at least its fields.
+      info: diagnostics, scalars: an `Info`, or a named tuple with at least its fields. In a round of FedMeta, the other fields
+        become metrics of their own names.
     """
 
     adapted: Params

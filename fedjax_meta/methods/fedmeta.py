@@ -101,6 +101,16 @@ class _Outer(NamedTuple):
         return masks.merge(own, shared), (own_slots, shared_slots)
 
 
+def readings(info: Any, queried: bool) -> dict[str, jax.Array]:
+    """What a meta-step reports: its losses, and whatever else an estimator's `info` has, e.g. how its solver fared.
+
+    Reptile may run without a query set, and then reports its support loss as the loss.
+    """
+    losses = {"loss": info.query_loss if queried else info.support_loss, "support_loss": info.support_loss}
+    others = {name: value for name, value in info._asdict().items() if name not in meta.Info._fields}
+    return {name: jnp.asarray(value, float) for name, value in (losses | others).items()}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _FedMeta:
     """The rules of one FedMeta; fields that are not explained here are arguments of `fedmeta`.
@@ -155,26 +165,27 @@ class _FedMeta:
         if self.outer.slots != "fresh":
             slots = received.memory, received.extra if self.outer.slots == "averaged" else slots[1]
 
-        def meta_step(t: Any, carry: Any) -> Any:
-            parameters, slots, total, _ = carry
+        def meta_step(t: Any, parameters: PyTree, slots: PyTree) -> Any:
             support, query = self.draw_batches(key, data, t)
             if self.step_weights is not None:
                 query = EveryStep(query, self.step_weights(received.round, self.inner_steps))
             result = self.meta_gradient(loss, parameters, support, query)
             updates, slots = self.outer.step(result.gradient, slots, parameters)
-            # Reptile may run without a query set, and then reports its support loss.
-            losses = {
-                "loss": result.info.support_loss if query is None else result.info.query_loss,
-                "support_loss": result.info.support_loss,
-            }
-            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, losses)
-            return optax.apply_updates(parameters, updates), slots, total, (result.adapted, result.gradient)
+            moved = optax.apply_updates(parameters, updates)
+            return moved, slots, readings(result.info, query is not None), (result.adapted, result.gradient)
 
-        nothing = {"loss": jnp.zeros(()), "support_loss": jnp.zeros(())}
-        carry = (parameters, slots, nothing, (layout.variables(parameters), parameters))
-        # One step needs no loop, and XLA then fuses it with what surrounds it.
-        carry = meta_step(0, carry) if self.meta_steps == 1 else jax.lax.fori_loop(0, self.meta_steps, meta_step, carry)
-        moved, slots, total, (adapted, gradient) = carry
+        def next_step(t: Any, carry: Any) -> Any:
+            parameters, slots, total, _ = carry
+            parameters, slots, read, last = meta_step(t, parameters, slots)
+            return parameters, slots, jax.tree.map(jnp.add, total, read), last
+
+        if self.meta_steps == 1:
+            # One step needs no loop, and XLA then fuses it with what surrounds it.
+            moved, slots, total, (adapted, gradient) = meta_step(0, parameters, slots)
+        else:
+            read, last = optax.tree.zeros_like(jax.eval_shape(meta_step, 0, parameters, slots)[2:])
+            carry = (parameters, slots, read, last)
+            moved, slots, total, (adapted, gradient) = jax.lax.fori_loop(0, self.meta_steps, next_step, carry)
         trained = masks.merge(moved, self.moved_buffers(key, adapted, buffers, data))
         return Trained(
             trained,

@@ -121,7 +121,7 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     diverged = report.diverged_words([trial.diverged for trial in outcome.final])
     remarks = [diverged] if diverged else []
     remarks += ["its code changed during the run"] * outcome.code_changed
-    remarks += _reached(study, outcome)
+    remarks += _reached(study, outcome) + _unsolved(outcome)
     if outcome.tuning and all(trial.diverged is not None for trial in outcome.tuning):
         remarks.append("all points of its grid diverged")
     elif outcome.tuning and not tuning.told_apart(outcome.tuning, study.tuned_by):
@@ -163,6 +163,14 @@ def _reached(study: Study, outcome: Outcome) -> list[str]:
     some = "" if len(ends) == len(outcome.final) else f" in {len(ends)} of {len(outcome.final)} seeds"
     when = f"{min(ends)} to {max(ends)}" if len(set(ends)) > 1 else f"{ends[0]}" if ends else ""
     return [f"reached {study.stop_at}{some}, ended at round {when}"] if ends else [f"never reached {study.stop_at}"]
+
+
+def _unsolved(outcome: Outcome) -> list[str]:
+    """How often the linear systems of implicit gradients had no certain solution, where that happened."""
+    met = [share for trial in outcome.final for row in trial.rows for share in row["train"].get("negative_curvature", ())]
+    seen = [share for share in met if not np.isnan(share)]  # a round from which nobody returned has no number
+    percent = round(100 * float(np.mean(seen))) if seen else 0
+    return [f"negative curvature in {percent} % of its linear systems, see imaml"] if percent else []
 
 
 class ByClient(NamedTuple):

@@ -1,7 +1,10 @@
 """iMAML as a federated method: its limits, its proximal tests, and FedMeta's server form beside it."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
@@ -82,6 +85,55 @@ def test_a_round_of_the_code_behind_the_logs_by_hand():
         size = int(data["query"].size)
         new, total = new + size * moved, total + size
     assert jnp.max(jnp.abs(ravel_pytree(run(algorithm, 1).model)[0] - new / total)) < 1e-8
+
+
+def test_a_round_reports_how_each_client_s_linear_system_fared():
+    """By the eigenvalues of I + H / lambda, which is not positive for three of the clients."""
+    options = {"inner_lr": 0.0, "inner_epochs": 1, "batch_size": None, "cg_steps": 60, "tolerance": 1e-9, **ALL}
+    theta, unravel = ravel_pytree(start(build("imaml", **options)).model)
+    slope = lambda phi, client: ravel_pytree(gradient(unravel(phi), problems.data().client(client)["support"]))[0]  # noqa: E731
+    lowest = np.array([np.linalg.eigvalsh(jax.jacobian(slope)(theta, i))[0] for i in range(len(problems.SIZES))])
+    weight = -float(np.sort(lowest)[2:4].mean())
+    algorithm = build("imaml", prox_weight=weight, **options)
+    _, info = algorithm.round(KEY, start(algorithm), problems.data())
+    ids = np.asarray(info.ids)
+    np.testing.assert_array_equal(info.metrics["negative_curvature"], lowest[ids] < -weight)
+    solved = np.asarray(info.metrics["negative_curvature"]) == 0
+    residual, steps = (np.asarray(info.metrics[name]) for name in ("residual", "cg_steps"))
+    assert (residual[solved] < 1e-9).all() and (residual[~solved] > 1e-3).all() and (steps[~solved] < len(theta)).all()
+
+
+def test_what_an_own_estimator_reports_is_a_mean_over_meta_steps():
+    class Told(NamedTuple):
+        support_loss: jax.Array
+        query_loss: jax.Array
+        first_support_loss: jax.Array
+        last_support_loss: jax.Array
+        length: jax.Array
+
+    def lengths(inner, **options):
+        estimate = fm.meta.first_order(inner, **options)
+
+        def told(loss, meta, support, query):
+            found = estimate(loss, meta, support, query)
+            return found._replace(info=Told(*found.info, optax.tree.norm(found.gradient)))
+
+        return told
+
+    def norms(steps):
+        options = {"estimator": lengths, "inner_lr": 0.0, "outer_lr": 0.3, "outer_optimizer": optax.sgd, "batch_size": None}
+        algorithm = build("fedmeta", meta_steps=steps, **options, **ALL)
+        _, info = algorithm.round(KEY, start(algorithm), problems.data())
+        return np.asarray(info.ids), np.asarray(info.metrics["length"])
+
+    ids, one = norms(1)
+    _, two = norms(2)
+    model = start(build("fedmeta", **ALL)).model
+    for place, client in enumerate(ids):
+        first = gradient(model, problems.data().client(int(client))["query"])
+        second = gradient(plus(model, -0.3, first), problems.data().client(int(client))["query"])
+        lengths_by_hand = [float(optax.tree.norm(one)) for one in (first, second)]
+        assert abs(one[place] - lengths_by_hand[0]) < 1e-9 and abs(two[place] - np.mean(lengths_by_hand)) < 1e-9
 
 
 def test_the_gradient_of_the_published_code_is_another_one():

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,24 @@ def test_the_table_says_what_ends_worse_than_the_untrained_model(made):
             test["values"] = [untrained / unit + step] * len(test["values"])
         (line, *_) = results.lines(chosen, "pairs", built["pairs"], [outcomes[0]._replace(final=trials)])
         assert ("worse than the untrained model" in line.remark) == told
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([1.0, math.nan, 0.5], "negative curvature in 75 % of its linear systems"),
+        ([0.0, 0.004], ""),
+        ([math.nan], ""),
+        ([], ""),
+    ],
+)
+def test_the_table_says_how_often_implicit_gradients_met_negative_curvature(made, shares, words):
+    chosen, built, outcomes, *_ = made
+    trials = copy.deepcopy(outcomes[0].final)
+    for trial in trials:
+        trial.rows[-1]["train"]["negative_curvature"] = shares
+    (line, *_) = results.lines(chosen, "pairs", built["pairs"], [outcomes[0]._replace(final=trials)])
+    assert words in line.remark and ("negative curvature" in line.remark) == bool(words)
 
 
 def test_the_untrained_model_is_that_of_each_seed(made):
