@@ -47,6 +47,8 @@ class Line(NamedTuple):
       behind: share of the known clients that do worse than by local training, in percent; of the mean over seeds.
       bytes: of a client in a round, down and up; flops: of a client in a round, mean over the rounds of a run, matrix products
         and convolutions.
+      negative_curvature: in what share of its implicit gradients the operator was not positive, in percent; NaN for methods
+        without such gradients, and where it was not recorded.
       target: what the known clients should reach, the last mean of local training; reached: the round of the first evaluation at
         which they do, infinity if never.
       diverged: the round from which on; empty if it did not.
@@ -75,6 +77,7 @@ class Line(NamedTuple):
     behind: float = NAN
     bytes: float = NAN
     flops: float = NAN
+    negative_curvature: float = NAN
     target: float = NAN
     reached: float = NAN
     diverged: str = ""
@@ -253,6 +256,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 **scores_of(row, number),
                 behind=row.behind.get(LOCAL, NAN),
                 bytes=row.system.traffic,
+                negative_curvature=report.negative_curvature(trial.rows),
                 target=target,
                 reached=reached,
                 **_kind_fields(kind),

@@ -219,11 +219,25 @@ def _second_order(found: Board) -> list[str]:
         words = "{1} of {0} intervals say that it is better, {2} that it is worse, and {3} contain 0."
         text += [
             "Implicit gradients are another method: their inner problem has a proximal term. Of iMAML against first-order MAML, "
-            f"{words.format(*_said(implicit.all()))} {_inside(implicit.all(), 'say that it is better')}",
+            f"{words.format(*_said(implicit.all()))} {_inside(implicit.all(), 'say that it is better')}"
+            + _not_positive(found),
             "",
             *board.folded("The intervals", implicit.intervals(found)),
         ]
     return text
+
+
+def _not_positive(found: Board) -> str:
+    """How often iMAML's linear systems had an operator that is not positive, where rows say so."""
+    shares = [
+        f"{np.mean([line.negative_curvature for line in of[name]]):.0f} % of those of {name} on {scenario}"
+        for scenario, of in found.items()
+        for _, name, _ in IMPLICIT
+        if name in of and not math.isnan(of[name][0].negative_curvature)
+    ]
+    if not shares:
+        return ""
+    return f" Its linear systems may have no solution where the operator is not positive: in {'; '.join(shares)}."
 
 
 def _range(ratios: Sequence[float]) -> str:

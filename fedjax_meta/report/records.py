@@ -1,7 +1,7 @@
 """Compact records of every client at every evaluation, as JSON values; and the score that a report shows of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -284,6 +284,19 @@ def diverged_words(rounds: Sequence[int | None]) -> str:
         return ""
     when = f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
     return f"diverged at round {when}" + (f" in {len(found)} of {len(rounds)} seeds" if len(found) < len(rounds) else "")
+
+
+def negative_curvature(rows: Iterable[Mapping[str, Any]]) -> float:
+    """In what share of a run's implicit gradients the operator was not positive, in percent, mean over rounds; NaN without any.
+
+    Such a linear system may have no solution, see `implicit.implicit_gradient`.
+
+    Args:
+      rows: see `compact`.
+    """
+    told = [share for row in rows for share in row["train"].get("negative_curvature", ())]
+    known = [share for share in told if not math.isnan(share)]  # a round from which nobody returned has no number
+    return 100 * float(np.mean(known)) if known else math.nan
 
 
 def mean_score(row: Mapping[str, Any], group: str, name: str | None, *, test: str, overall: bool = False) -> float:

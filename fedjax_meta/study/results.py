@@ -167,10 +167,8 @@ def _reached(study: Study, outcome: Outcome) -> list[str]:
 
 def _unsolved(outcome: Outcome) -> list[str]:
     """How often the linear systems of implicit gradients had no certain solution, where that happened."""
-    met = [share for trial in outcome.final for row in trial.rows for share in row["train"].get("negative_curvature", ())]
-    seen = [share for share in met if not np.isnan(share)]  # a round from which nobody returned has no number
-    percent = round(100 * float(np.mean(seen))) if seen else 0
-    return [f"negative curvature in {percent} % of its linear systems, see imaml"] if percent else []
+    percent = report.negative_curvature([row for trial in outcome.final for row in trial.rows])
+    return [f"negative curvature in {percent:.0f} % of its linear systems, see imaml"] if percent >= 0.5 else []
 
 
 class ByClient(NamedTuple):

@@ -824,6 +824,24 @@ def test_lessons_count_what_their_intervals_say():
     assert missing.endswith("| all but local\\_only, fedavg, fedavg\\_ft, fedpac, fedmeta\\_fomaml | 1 |")
 
 
+def test_the_lesson_on_implicit_gradients_says_how_often_their_operator_was_not_positive():
+    listed = run_list.Run(name="digits", title="Digits", study="experiments/leaderboard.yaml", hours=0.1, cost="this test")
+    said = partial(board.said, listed.load(), "mnist_small")
+
+    def text(shares):
+        others = [(name, [94.0, 94.2, 94.1], [math.nan] * 3) for name in ("fedmeta", "fedmeta_fomaml")]
+        lines = [
+            line._replace(scenario="mnist_small", said=said(name), negative_curvature=share)
+            for name, scores, found in [("imaml", [90.0, 91.0, 92.0], shares), *others]
+            for line, share in zip(three(name, scores), found, strict=True)
+        ]
+        return lessons.page([listed], {"mnist_small": board.from_csv(board.to_csv(lines))})
+
+    words = "where the operator is not positive"
+    assert f"{words}: in 40 % of those of imaml on mnist_small." in text([20.0, 60.0, 40.0])
+    assert words not in text([math.nan] * 3)
+
+
 def test_published_orders_are_those_of_the_studies():
     pairs = lessons.orderings()
     names = {"fedmeta_per_new": "fedmeta_per", "fedmeta_per_metasgd_new": "fedmeta_per_metasgd"}
