@@ -123,7 +123,9 @@ def evaluate(
         checks.count("lanes", lanes)
     devices = hardware.check(devices)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
-    rows = rows_with_ids(state, data.ids_of(ids), max(population, data.total_clients)) if known else ids
+    rows = ids
+    if known and data.drawn is None:  # a host store picks rows and clients in one order
+        rows = rows_with_ids(state, data.ids_of(ids), max(population, data.total_clients))
     if known and isinstance(state.seen, np.ndarray):
         # The rows are on the host: only those of the asked clients go to the device.
         where = np.asarray(rows)

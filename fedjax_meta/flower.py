@@ -7,6 +7,7 @@ Client i runs on the node whose config says `partition-id = i`; the server draws
 Only methods whose server needs averages alone run so. `why_not` says what the others need.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -157,8 +158,9 @@ class _Server:
     """The server of a run."""
 
     def __init__(self, method: Method, federation: Federation, data: FederatedData, key: Key) -> None:
-        self._setting, self._data = Setting(method, federation), data
-        self._algorithm = federate(method, federation)
+        self._setting, self._algorithm = Setting(method, federation), federate(method, federation)
+        # The state has rows of one client, so that the data must say how many train.
+        self._data = dataclasses.replace(data, drawn=data.total_clients)
         init_key, self._round_key, _ = run_keys(key)
         self._init_key = init_key
         one = data.select(np.zeros(1, np.int32))
@@ -180,15 +182,24 @@ class _Server:
             replies = [found.get(nodes[int(i)]) for i in ids]
             summed, outputs = self._collected(number, replies)
             moved = self._step(key, self._state, summed, outputs, jnp.asarray(ids, jnp.int32), self._data)
-            self._state = moved
+            self._state, metrics = moved, _means(outputs)
             if self._setting.method.collaborate is not None:
                 back = [nodes[int(i)] for i, returned in zip(ids, np.asarray(outputs.returned), strict=True) if returned]
-                for reply in _exchange(grid, back, self._content(key, mixing=True), _MIX):
-                    if reply.has_error():
-                        _log.warning("round %d: a client kept what it had: %s", number + 1, reply.error.reason)
+                metrics |= self._mixed(number, _exchange(grid, back, self._content(key, mixing=True), _MIX))
             self._state = moved._replace(round=moved.round + 1)
             if on_round is not None:
-                on_round(self._state, _means(outputs))
+                on_round(self._state, metrics)
+
+    def _mixed(self, number: int, replies: Sequence[Any]) -> dict[str, float]:
+        """The means of what clients tell of their mixing; one that failed kept what it had."""
+        told: dict[str, list[float]] = {}
+        for reply in replies:
+            if reply.has_error():
+                _log.warning("round %d: a client kept what it had: %s", number + 1, reply.error.reason)
+                continue
+            for name, value in reply.content["config"].items():
+                told.setdefault(name, []).append(float(value))
+        return {name: float(np.mean(values)) for name, values in told.items()}
 
     def _nodes(self, grid: Any, wait: float) -> dict[int, int]:
         """The node of every client."""
@@ -265,15 +276,16 @@ class _Node:
         """What a client makes of its own rows after the server has moved, see `contract.Collaboration`."""
         id_, data, state, key, _, kept = self._received(message, context, mixing=True)
 
-        def rule(key: Key, id_: jax.Array, kept: Kept, state: State, data: FederatedData) -> Kept:
+        def rule(key: Key, id_: jax.Array, kept: Kept, state: State, data: FederatedData) -> tuple[Kept, dict[str, jax.Array]]:
             yes, no = jnp.ones(1, bool), jnp.full(1, -1, jnp.int32)
             outputs = Outputs({}, (), yes, yes, no, ())
             rows = jax.tree.map(lambda leaf: leaf[None], kept)
-            new = server.collaborate(self._setting, key, state, rows, outputs, id_[None], jnp.zeros(1, jnp.int32), data)[0]
-            return jax.tree.map(lambda leaf: leaf[0], new)
+            found = server.collaborate(self._setting, key, state, rows, outputs, id_[None], jnp.zeros(1, jnp.int32), data)
+            return jax.tree.map(lambda leaf: leaf[0], found)
 
-        _keep(context, self._program("mix", rule)(key, jnp.int32(id_), kept, state, data), True)
-        return _reply(message, {"done": 1})
+        new, diagnostics = self._program("mix", rule)(key, jnp.int32(id_), kept, state, data)
+        _keep(context, new, True)
+        return _reply(message, {name: float(value) for name, value in diagnostics.items()})
 
     def _program(self, name: str, function: Callable[..., Any]) -> Any:
         if name not in self._programs:
@@ -350,7 +362,7 @@ def _exchange(grid: Any, nodes: Sequence[int], content: Any, kind: str) -> Any:
     return grid.send_and_receive(sent)
 
 
-def _reply(message: Any, facts: Mapping[str, int]) -> Any:
+def _reply(message: Any, facts: Mapping[str, float]) -> Any:
     flwr = _flower()
     return flwr.Message(flwr.RecordDict({"config": flwr.ConfigRecord(dict(facts))}), reply_to=message)
 

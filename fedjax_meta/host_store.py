@@ -158,6 +158,7 @@ def run_pipelined(
     came, data = fetch(cohorts[0])
     for number, ids in enumerate(cohorts):
         again = positions_among(ids, cohorts[number - 1]) if number else np.full(len(ids), -1, np.int32)
+        again = np.where(ids < 0, -1, again)  # an empty place is nobody
         shared, after, line = step(shared, came, came if before is None else before, place(again), data)
         log.append(line)
         # The device is busy with this round: the host moves rows meanwhile.

@@ -87,3 +87,15 @@ def test_bad_exclusions():
     with pytest.raises(ValueError, match="no view 'validation'"):
         algorithm = evaluation.with_user_accuracy(problems.build("fedavg"), query="validation")
         algorithm.round(jax.random.key(0), algorithm.init(jax.random.key(0), problems.data()), problems.data())
+
+
+def test_empty_places_of_a_cohort_are_nobody_in_a_host_store_too():
+    """Where an empty place is read as the last client, that client is measured with the row of an earlier round."""
+    federation = Federation(cohort_size=6, schedule=schedules.poisson(0.5), devices=1)
+    algorithm = evaluation.with_user_accuracy(federate(fm.fedper(problems.task(), lr=0.5, batch_size=8), federation))
+    runs = [
+        fm.simulate(algorithm, problems.data(), key=jax.random.key(3), rounds=30, eval_every=30, store=store)
+        for store in (None, "memory")
+    ]
+    on_device, on_host = (np.concatenate([record.metrics["user_accuracy"] for record in records]) for _, records in runs)
+    np.testing.assert_allclose(on_device, on_host, atol=1e-12)
