@@ -164,7 +164,7 @@ def _flower(case: str, samples: dict[str, np.ndarray], cores: int, folder: Path)
     place = str(folder)
 
     @client_app.train()
-    def train(message: Message, context: Context) -> Message:
+    def train_client(message: Message, context: Context) -> Message:
         net, x, y = prepared(place, case, 1)
         client = int(context.node_config["partition-id"])
         with torch.no_grad():

@@ -3,6 +3,7 @@
 `python -m experiments.mtfl_tables --help` lists them.
 """
 
+import csv
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -285,14 +286,13 @@ def curves(
     with process.one_line_errors(debug):
         study, found = load(run / "study.yaml"), compare.finished([run])
         of_systems = {one.title: [curves_of(trial) for trial in one.trials] for one in found}
-        lines = ["system,seed,round," + ",".join(CURVES)]
-        for one in found:
-            for trial, drawn in zip(one.trials, of_systems[one.title], strict=True):
-                lines += [
-                    f'"{one.title}",{trial.seed},{number},' + ",".join(f"{value:g}" for value in values)
-                    for number, values in enumerate(zip(*drawn.values(), strict=True), 1)
-                ]
-        (run / "curves.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with open(run / "curves.csv", "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["system", "seed", "round", *CURVES])
+            for one in found:
+                for trial, drawn in zip(one.trials, of_systems[one.title], strict=True):
+                    for number, values in enumerate(zip(*drawn.values(), strict=True), 1):
+                        writer.writerow([one.title, trial.seed, number, *(f"{value:g}" for value in values)])
         draw_curves(run / "curves.png", study.title, of_systems)
         process.console.print(f"curves: {run / 'curves.csv'} and curves.png", soft_wrap=True, markup=False)
 

@@ -38,7 +38,8 @@ class Evaluation(NamedTuple):
     Attributes:
       confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns, or float32 where targets have real weights;
         `None` if it was not measured.
-      loss: `[N]`, the mean loss: of class labels the cross-entropy, else the task's loss. Where it is not finite, the model has
+      loss: `[N]`, the mean loss: of class labels the cross-entropy, else the task's loss (an opaque one as in training, e.g. with
+        dropout). Where it is not finite, the model has
         diverged and the scores mean nothing: take them through `metrics.where_finite`, as `summary` does. `None` where the task's
         loss is an opaque function and the method predicts by more than the task's variables.
       metrics: the `measures.Score` of each other metric, by name.
@@ -123,7 +124,7 @@ def evaluate(
         checks.count("lanes", lanes)
     devices = hardware.check(devices)
     ids = jnp.arange(data.num_clients, dtype=jnp.int32) if ids is None else jnp.asarray(ids, jnp.int32)
-    rows = ids
+    rows: Any = ids
     if known and data.drawn is None:  # a host store picks rows and clients in one order
         rows = rows_with_ids(state, data.ids_of(ids), max(population, data.total_clients))
     if known and isinstance(state.seen, np.ndarray):

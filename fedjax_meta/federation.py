@@ -64,7 +64,8 @@ class Federation:
         rule. Under `uploads.noise` the population holds no rows of clients.
       lanes: clients that run side by side on a device, see `engine.run_cohort`.
       devices: how many devices share a cohort, or which (a list); all by default, see `engine.run_cohort`.
-      precision: of matrix products where the hardware has a choice: "float32", "tf32" or "bfloat16".
+      precision: of matrix products in training where the hardware has a choice: "float32", "tf32" or "bfloat16". Tests take
+        float32.
 
     Raises:
       ValueError: a value out of range, transformations in an illegal order, or combinations that cannot work together.

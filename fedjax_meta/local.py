@@ -99,9 +99,9 @@ def train_on(
 
         gradient_of = jax.value_and_grad(value, has_aux=True)
         (result, fixed), gradient = batches.mean(lambda pair: gradient_of(moving, *pair), t)
-        updates, slots = optimizer.update(gradient, slots, moving)
+        updates, after = optimizer.update(gradient, slots, moving)
         moving = optax.apply_updates(moving, updates)
-        return masks.merge(moving, fixed), slots, total + result
+        return masks.merge(moving, fixed), loops.like(after, slots), total + result
 
     variables, slots, total = loops.fori_loop(batches.steps, step, (variables, slots, jnp.zeros(())))
     return variables, slots, total / jnp.maximum(batches.steps, 1)

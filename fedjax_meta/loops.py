@@ -204,6 +204,15 @@ def strongly_typed(tree: PyTree) -> PyTree:
     return jax.tree.map(strong, tree)
 
 
+def like(new: Carry, old: Any) -> Carry:
+    """`new` with its leaves in the types of those of `old`: a rate that is traced, in float32, widens slots of 16 bits."""
+
+    def cast(leaf: Any, before: Any) -> Any:
+        return leaf if jnp.result_type(leaf) == before.dtype else jnp.asarray(leaf, before.dtype)
+
+    return jax.tree.map(cast, new, old)
+
+
 def typed(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """The carry with the type that `body` returns: varying along the same axes, and sharded on the same explicit mesh."""
     if explicit_mesh():

@@ -205,31 +205,27 @@ def _named_layers(task: Task) -> None:
 def last(depth: int) -> Callable[[Task], Mask]:
     """The leaves of the last `depth` layers, counted from the output; `last(1)` is the head."""
 
+    return _of_layers("last", depth, slice(-depth, None))
+
+
+def first(depth: int) -> Callable[[Task], Mask]:
+    """The leaves of the first `depth` layers, counted from the input (LG-FedAvg keeps these)."""
+
+    return _of_layers("first", depth, slice(depth))
+
+
+def _of_layers(name: str, depth: int, chosen: slice) -> Callable[[Task], Mask]:
     checks.count("depth", depth, least=0)
 
     def build(task: Task) -> Mask:
         _named_layers(task)
         if not 1 <= depth <= len(task.layers):
             raise ValueError(
-                f"last:{depth} asks for the last {depth} layers, but the task names {len(task.layers)} ({', '.join(task.layers)})"
+                f"{name}:{depth} asks for the {name} {depth} layers, but the task names {len(task.layers)} "
+                f"({', '.join(task.layers)})"
             )
-        chosen = set(task.layers[-depth:])
-        return by_path(lambda names: bool(chosen & set(names)))(task)
-
-    return build
-
-
-def first(depth: int) -> Callable[[Task], Mask]:
-    """The leaves of the first `depth` layers, counted from the input (LG-FedAvg keeps these)."""
-
-    checks.count("depth", depth, least=0)
-
-    def build(task: Task) -> Mask:
-        _named_layers(task)
-        if not 1 <= depth <= len(task.layers):
-            raise ValueError(f"first:{depth} asks for the first {depth} layers, but the task names {len(task.layers)}")
-        chosen = set(task.layers[:depth])
-        return by_path(lambda names: bool(chosen & set(names)))(task)
+        layers = set(task.layers[chosen])
+        return by_path(lambda names: bool(layers & set(names)))(task)
 
     return build
 

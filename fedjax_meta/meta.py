@@ -230,9 +230,9 @@ def optimizer(
 
     def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         del meta
-        updates, state = transformation.update(_masked(gradient, mask), state, phi)
+        updates, after = transformation.update(_masked(gradient, mask), state, phi)
         # Mask the updates too: weight decay moves parameters even if their gradient is 0.
-        return optax.apply_updates(phi, _masked(updates, mask)), state
+        return optax.apply_updates(phi, _masked(updates, mask)), loops.like(after, state)
 
     start = partial(_start_fixed, "optimizer(factory, rate)")
     return InnerOptimizer(start, lambda meta, phi: transformation.init(phi), update, mask=mask)
@@ -436,7 +436,8 @@ def _second_order(
 def first_order(inner: InnerOptimizer, *, steps: int = 1) -> Estimator:
     """The first-order meta-gradient (FOMAML): the query gradient at the adapted parameters, with constant inner gradients.
 
-    Learned rates still get their gradient, which needs no Hessian. Arguments and errors as in `exact`.
+    Learned rates still get their gradient, which needs no Hessian. What else moves parameters, such as weight decay, counts where
+    `InnerOptimizer` says so (`learned`). Arguments and errors as in `exact`.
     """
     require_inner("first_order", inner)
     checks.count("steps", steps)
@@ -463,7 +464,7 @@ def reptile_gradient(inner: InnerOptimizer, *, steps: int = 1, scale: Rate = 1.0
       scale: divisor of the displacement: 1 as published; the inner rate times k gives the mean inner gradient.
 
     Raises:
-      ValueError: learned rates, and as in `exact`.
+      ValueError: learned rates, an `inner` that starts elsewhere than at theta, and as in `exact`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -478,11 +479,15 @@ def reptile_gradient(inner: InnerOptimizer, *, steps: int = 1, scale: Rate = 1.0
 
     def estimate(loss: ScalarLoss, meta: Params, support: PyTree, query: PyTree) -> MetaGradient:
         meta, support, query, _ = prepared(inner, loss, meta, support, query, steps)
+        theta = inner.start(meta)
+        moved = checks.misplaced_leaf(theta, meta) is not None
+        if moved or any(one is not other for one, other in zip(*map(jax.tree.leaves, (theta, meta)), strict=True)):
+            raise ValueError("reptile_gradient needs an inner optimiser that starts at the meta-parameters themselves")
         adapted, losses = run_inner(loss, meta, support, inner)
         query_loss = jnp.full((), jnp.nan)
         if query is not None:
             query_loss = query.mean(lambda batch: loss(adapted, batch), 0)
-        gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, a.dtype), inner.start(meta), adapted)
+        gradient = jax.tree.map(lambda p, a: (p - a) / jnp.asarray(scale, a.dtype), theta, adapted)
         return MetaGradient(adapted, gradient, Info.of(losses, query_loss, support.steps))
 
     return estimate

@@ -30,6 +30,9 @@ from fedjax_meta.types import Key
 _DRAWN_AHEAD = 64
 """Rounds whose cohorts are drawn in advance with a host store."""
 
+_LOOKED_AT = 8
+"""Rounds whose cohorts are looked at before a run with a schedule of the user's own."""
+
 _MOST_AT_ONCE = 512
 """Rounds of one block at most, whose metrics are kept until it ends."""
 
@@ -118,9 +121,10 @@ def simulate(  # over 80 lines: half of them explain the arguments
       OSError: a store's folder cannot be written.
       RuntimeError: a run over several processes lost one of them.
       TypeError: no method or algorithm, a federation beside an algorithm, or an evaluator that is no `Evaluator`.
-      ValueError: no JAX key, counts below 1, a state of another algorithm or one that is already beyond `rounds`; rows that do
-        not fit into the device or the store (see `host_store.initial_state`); with a store, an evaluator that does not say
-        whether its clients are known, or that does not return a row for each of them.
+      ValueError: no JAX key, counts below 1, a schedule of one's own that draws clients that do not exist, a state of another
+        algorithm or one that is already beyond `rounds`; rows that do not fit into the device or the store (see
+        `host_store.initial_state`); with a store, an evaluator that does not say whether its clients are known, or that does not
+        return a row for each of them.
     """
     algorithm = as_algorithm(method, federation)
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
@@ -147,6 +151,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
             raise TypeError(f"evaluators[{name!r}] must be an Evaluator, e.g. {example}, not {checks.shown(test)}")
         if test.known and isinstance(test.data, FederatedData):
             check_known(test.data, row_ids(data))
+    _check_schedule(algorithm, run_keys(key)[1], data, rounds)
     most = min(eval_every, _MOST_AT_ONCE)
     if store is None:
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=most)
@@ -174,6 +179,19 @@ def simulate(  # over 80 lines: half of them explain the arguments
         if on_record is not None and found.evaluations is not None:
             on_record(run.state, records[-1])
     return run.state, records
+
+
+def _check_schedule(algorithm: Algorithm, key: Key, data: FederatedData, rounds: int) -> None:
+    """Raises `ValueError` if a schedule of one's own draws a client twice or one that is none of the N, in the first rounds."""
+    told = algorithm.config.get("federation", {}).get("schedule")
+    if not isinstance(told, str) or told.startswith("fedjax_meta."):
+        return
+    for number in range(min(rounds, _LOOKED_AT)):
+        ids = np.asarray(algorithm.cohort(jax.random.fold_in(key, number), number, data.num_clients))
+        there = ids[ids != -1]  # the others are empty places
+        checks.indices(f"the cohort that schedule draws for round {number + 1}", there, data.num_clients)
+        if np.unique(there).size < there.size:
+            raise ValueError(f"schedule draws a client twice in round {number + 1}: {checks.shown(ids)}")
 
 
 class _OnDevice:

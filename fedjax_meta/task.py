@@ -261,22 +261,22 @@ def check_entries(what: str, entries: Callable[[Any, Any], Any], outputs: jax.Ar
 def check_labels(what: str, outputs: jax.Array, labels: Any, *, else_: str = "") -> None:
     """Raises `ValueError` unless `labels` are integers `[B, ...]` for `outputs [B, ..., K]`; `else_` is for other targets."""
     integers = hasattr(labels, "dtype") and jnp.issubdtype(labels.dtype, jnp.integer)
-    if not integers or outputs.shape[:-1] != labels.shape:
+    if not integers or not hasattr(outputs, "shape") or outputs.shape[:-1] != labels.shape:
         given = f"not {_forms(outputs, labels)}{'' if integers else else_}"
         raise ValueError(f"{what} takes integer labels [B, ...] and outputs [B, ..., K], {given}")
 
 
 def check_alike(what: str, outputs: jax.Array, values: Any) -> None:
     """Raises `ValueError` unless targets have the shape of the outputs."""
-    if not hasattr(values, "shape") or values.shape != outputs.shape:
+    if not hasattr(values, "shape") or values.shape != getattr(outputs, "shape", None):
         raise ValueError(f"{what} takes outputs and targets of one shape, not {_forms(outputs, values)}")
 
 
 def _forms(outputs: jax.Array, values: Any) -> str:
-    one = hasattr(values, "dtype")
-    return (
-        f"targets {f'{values.dtype}{list(values.shape)}' if one else jax.tree.structure(values)} and outputs {outputs.shape}"
-    )
+    def form(tree: Any) -> str:
+        return f"{tree.dtype}{list(tree.shape)}" if hasattr(tree, "dtype") else str(jax.tree.structure(tree))
+
+    return f"targets {form(values)} and outputs {form(outputs)}"
 
 
 def _cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:

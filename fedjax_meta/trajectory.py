@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
 
-from fedjax_meta import loops, masks
+from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import Batches
 from fedjax_meta.dependence import marks_of, operations
 from fedjax_meta.numerics.roots import finite_at_zero
@@ -47,7 +47,8 @@ class InnerOptimizer(NamedTuple):
       start: `meta -> phi_0`.
       init: `(meta, phi_0) -> state`. Integers in the state (step counts) are carried but not differentiated.
       update: `(meta, gradient, state, phi) -> (phi, state)`.
-      learned: whether `update` reads `meta`. If so, even a first-order gradient has to visit the inner steps.
+      learned: whether `update` reads `meta`. If so, a first-order gradient visits the inner steps, as it does where `init` reads
+        `meta` or phi_0; otherwise it counts a step as the identity, e.g. also one of `adamw`, whose weight decay pulls.
       mask: boolean tree of the leaves that adapt; `None` for all. `update` leaves the others as they are and reads no gradient of
         them.
     """
@@ -259,11 +260,12 @@ def first_order_vjp(
 ) -> tuple[Params, Losses, PullBack]:
     """Like `second_order_vjp`, with the gradients of the inner steps held constant, so that no Hessian is needed.
 
-    What moves parameters beside a gradient counts where `inner` is `learned`, e.g. a pull towards `meta`. Otherwise a step counts
-    as the identity: weight decay has no part in the derivative.
+    What moves parameters beside a gradient counts where `inner` is `learned` or its state begins with numbers of `meta`, e.g. a
+    pull towards `meta`. Otherwise a step counts as the identity: weight decay has no part in the derivative.
     """
-    _check_learned(inner, meta)
-    if not inner.learned:
+    _check_update(inner, meta)
+    visits = inner.learned or _starts_from(inner, meta)
+    if not visits:
         adapted, losses = run_inner(loss, meta, support, inner)
     else:
         phi = inner.start(meta)
@@ -279,7 +281,7 @@ def first_order_vjp(
         ((adapted, _), losses), read = loops.recorded_loop(support.steps, step, carry, shapes, support.max_steps)
 
     def pull_back(outer: Params) -> Params:
-        if not inner.learned:
+        if not visits:
             return jax.vjp(inner.start, meta)[1](outer)[0]
 
         def back(t: Scalar, carry: PyTree) -> PyTree:
@@ -319,7 +321,7 @@ def second_order_vjp(
       ValueError: the integer state of the optimiser depends on parameters or gradients; an update that reads `meta`, but is not
         `learned`.
     """
-    _check_learned(inner, meta)
+    _check_update(inner, meta)
     _check_state(inner, meta)
     # A weak type lasts for one step: what is stored of the first one would have another form than that of later ones.
     meta = loops.strongly_typed(meta)
@@ -509,15 +511,31 @@ def _bytes(shapes: PyTree) -> int:
 # --------------------------------------------------------------------------------------------------- the state of an optimiser
 
 
-def _check_learned(inner: InnerOptimizer, meta: Params) -> None:
-    """Raises `ValueError` if an update reads `meta` although it does not say so: its derivative would be left out."""
-    if inner.learned:
-        return
+def _check_update(inner: InnerOptimizer, meta: Params) -> None:
+    """Raises `ValueError` if an update does not return what a loop can go on with, or if it reads `meta` although it does not say
+    so: its derivative would be left out.
+    """
     phi = jax.eval_shape(inner.start, meta)
     given = (meta, phi, jax.eval_shape(inner.init, meta, phi), phi)
+    found = jax.eval_shape(inner.update, *given)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(f"the inner optimiser's update must return (phi, state), not {checks.shown(found)}")
+    for what, new, old in (("phi", found[0], phi), ("state", found[1], given[2])):
+        odd = checks.mismatch(new, old)
+        if odd is not None:
+            raise ValueError(f"the inner optimiser's update must keep the form of its {what}: {odd}")
+    if inner.learned:
+        return
     marks = (jax.tree.map(lambda _: True, meta), *jax.tree.map(lambda _: False, given[1:]))
     if any(jax.tree.leaves(marks_of(inner.update, marks, *given))):
         raise ValueError("the inner optimiser's update reads meta: make it InnerOptimizer(..., learned=True)")
+
+
+def _starts_from(inner: InnerOptimizer, meta: Params) -> bool:
+    """Whether the first state has numbers that follow from those of `meta` or phi_0, rather than from their shapes."""
+    phi = jax.eval_shape(inner.start, meta)
+    marks = jax.tree.map(lambda _: True, (meta, phi))
+    return any(jax.tree.leaves(marks_of(inner.init, marks, meta, phi)))
 
 
 def _check_state(inner: InnerOptimizer, meta: Params) -> None:

@@ -33,7 +33,7 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     there = [scenario for scenario in found if scenario in tested]
     if not there:
         return ["New clients were not tested with fewer samples yet.", ""]
-    rows, own, enough, tuned, alone = [], [], [], [], []
+    rows, own, enough, tuned, other, alone = [], [], [], [], [], []
     for scenario in there:
         mine = [one for one in tested[scenario] if one.system in found[scenario]]
         kind = next(iter(found[scenario].values()))[0].kind
@@ -45,7 +45,10 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         ends = {name for name, lines in found[scenario].items() if lines[0].edge}
         rows += [_row(scenario, number, samples, adapt, plain, kind, ends) for number in SHOWN if number in numbers]
         alone += [] if longest is None else [f"{scenario} {kind.text(abs(longest[1]))} ({longest[0]} passes)"]
-        tuned += _fine_tuning(scenario, numbers, samples, kind, ends)
+        if _rate(found[scenario], "fedavg") == _rate(found[scenario], "fedavg_ft"):
+            tuned += _fine_tuning(scenario, numbers, samples, kind, ends)
+        else:
+            other.append(scenario)
         own += _own_best(scenario, {name: passes[name] for name in adapt if name in passes}, kind)
         enough += [
             [where, _marked(system, ends), *words] for where, system, *words in _enough(scenario, samples, passes, kind)
@@ -55,6 +58,9 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         "client has to adapt on, beside a client that trains by itself. How many of those that adapt are better or worse than "
         f"FedAvg's model as it is, of all and of those inside their grids; {gaps.END} the best value stands at an end of the "
         f"grid.{_of_tested(found, tested)}",
+        "",
+        "For these tests the chosen point was trained again. Where that went a little differently, scores with all samples are "
+        "not those of the rows.",
         "",
     ]
     counted = [BETTER, OPEN, WORSE, *(f"{word}, inside" for word in (BETTER, OPEN, WORSE))]
@@ -69,6 +75,8 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
             report.markdown_table(["scenario", "fine-tuning is worse", "undecided", "better"], tuned, text_columns=4),
             "",
         ]
+    if tuned and other:
+        text += [f"Left out are scenarios where the two are trained with different rates: {', '.join(other)}.", ""]
     if own:
         numbers = sorted({number for _, counted in own for number in counted})
         table = [[scenario, *(str(counted.get(number, 0)) for number in numbers)] for scenario, counted in own]
@@ -167,6 +175,11 @@ def _of_tested(found: Board, tested: Mapping[str, Sequence[Tested]]) -> str:
         if count < len(found[scenario])
     ]
     return f" Not all systems were tested: {', '.join(some)}." if some else ""
+
+
+def _rate(lines: Mapping[str, Sequence[Line]], system: str) -> str:
+    """The chosen point of a system; nothing where it was not run."""
+    return lines[system][0].chosen if system in lines else ""
 
 
 def _fine_tuning(

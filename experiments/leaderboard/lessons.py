@@ -338,6 +338,7 @@ def _orderings(found: Board) -> list[str]:
         "",
         f"Of {_survive(tried)}. Only by pairs in which neither system's best value stands at an end of its grid: of "
         f"{_survive([one for one in tried if not one[2].at_end])}."
+        + _both_ways(tried)
         + (f" Pairs with systems that the leaderboard lacks are left out: {', '.join(lacking)}." if lacking else ""),
         "",
         "By the difference that the source prints, in points. A pair counts once for each source and scenario:",
@@ -366,6 +367,16 @@ def _orderings(found: Board) -> list[str]:
         table = _table(["scenario", "source", "published", "clients", "difference"], turned, 4)
         text += board.folded(f"What is turned; {gaps.END} one of the two is at the end of its grid", table)
     return text
+
+
+def _both_ways(tried: Sequence[tuple[str, Order, Gap]]) -> str:
+    """How many pairs the sources print in both directions."""
+    pairs = {(order.best, order.worst, order.clients) for _, order, _ in tried}
+    count = sum((worst, best, clients) in pairs for best, worst, clients in pairs) // 2
+    if not count:
+        return ""
+    twice = "One comparison is" if count == 1 else f"{count} comparisons are"
+    return f" {twice} printed in both directions by different tables, so that one of the two pairs cannot hold."
 
 
 def _survive(tried: Sequence[tuple[str, Order, Gap]]) -> str:

@@ -117,7 +117,15 @@ class Attack:
         lie = self.lie
         if lie is None:
             return sent
-        return _on_changes(lambda change: lie(key, change), lambda leaf: attacks, sent, before)
+
+        def of_change(change: PyTree) -> PyTree:
+            told = lie(key, change)
+            wrong = checks.mismatch(told, change)
+            if wrong is not None:
+                raise ValueError(f"the lie of an attack must be like the change that it gets, a list of arrays: {wrong}")
+            return told
+
+        return _on_changes(of_change, lambda leaf: attacks, sent, before)
 
     def together(self, attackers: jax.Array, returned: jax.Array, sent: PyTree, before: PyTree) -> PyTree:
         """What the clients of a cohort send in place of `sent`, leaves `[C, ...]`.

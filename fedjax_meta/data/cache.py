@@ -8,6 +8,7 @@ import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,9 @@ def read(folder: Path, name: str, fingerprint: str) -> dict[str, np.ndarray] | N
 
 def write(folder: Path, name: str, fingerprint: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the arrays; a folder that cannot be written gives a warning."""
-    file, names = io.BytesIO(), np.array(" ".join(sorted(arrays)))
-    np.savez(file, allow_pickle=False, key=np.array(_key(name, fingerprint)), names=names, **arrays)
+    named: dict[str, Any] = {"key": np.array(_key(name, fingerprint)), "names": np.array(" ".join(sorted(arrays))), **arrays}
+    file = io.BytesIO()
+    np.savez(file, **named)
     try:
         disk.replace(_path(folder, name, fingerprint), [file.getbuffer()])
     except OSError as error:

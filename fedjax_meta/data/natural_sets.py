@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, disk
 from fedjax_meta.data import npz, text
 from fedjax_meta.data.engines import read_fedjax_sqlite, read_pfllib, read_tff_hdf5
 from fedjax_meta.data.leaf import read_leaf
@@ -126,8 +126,10 @@ def convert_uci_har(archive: str | os.PathLike, out: str | os.PathLike) -> None:
         raise ValueError(f"{shown} is no zip archive, or it was cut off: download it again from {UCI_HAR_PAGE}") from None
     except KeyError as error:
         raise ValueError(f"{shown} is not the archive of UCI HAR: {checks.first_line(error)}") from None
-    with open(out, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+    file = io.BytesIO()
+    named: dict[str, Any] = dict(arrays)
+    np.savez_compressed(file, **named)
+    disk.replace(Path(out), [file.getbuffer()])
 
 
 def _har_arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:

@@ -82,7 +82,7 @@ def fedcac(
     Args:
       task: what is learned.
       share: tau in [0, 1], of each leaf's entries that are critical; a Python number. With 0 it is FedAvg.
-      patience: beta >= 1, rounds until only the nearest clients are partners; later nobody has any.
+      patience: beta >= 1, rounds until only the nearest clients are partners; later nobody has any, unless all are equally near.
       lr, epochs, batch_size, optimizer, weighting: as in `fedavg`.
 
     Raises:

@@ -101,6 +101,25 @@ class _Outer(NamedTuple):
         return masks.merge(own, shared), (own_slots, shared_slots)
 
 
+def _checked(result: Any, parameters: Params) -> meta.MetaGradient:
+    """What an estimator returned.
+
+    Raises:
+      ValueError: that is no `MetaGradient`, or its parts have another form than they should.
+    """
+    if not isinstance(result, meta.MetaGradient):
+        raise ValueError(f"an estimator must return fm.meta.MetaGradient(adapted, gradient, info), not {checks.shown(result)}")
+    odd = checks.mismatch(result.gradient, parameters)
+    if odd is not None:
+        raise ValueError(f"the gradient of an estimator must be like the parameters: {odd}")
+    missing = [name for name in ("support_loss", "query_loss") if not hasattr(result.info, name)]
+    if missing or not hasattr(result.info, "_asdict"):
+        raise ValueError(
+            f"the info of an estimator must be fm.meta.Info or a named tuple with its fields, not {checks.shown(result.info)}"
+        )
+    return result
+
+
 def readings(info: Any, queried: bool) -> dict[str, jax.Array]:
     """What a meta-step reports: its losses, and whatever else an estimator's `info` has, e.g. how its solver fared.
 
@@ -169,7 +188,7 @@ class _FedMeta:
             support, query = self.draw_batches(key, data, t)
             if self.step_weights is not None:
                 query = EveryStep(query, self.step_weights(received.round, self.inner_steps))
-            result = self.meta_gradient(loss, parameters, support, query)
+            result = _checked(self.meta_gradient(loss, parameters, support, query), parameters)
             updates, slots = self.outer.step(result.gradient, slots, parameters)
             moved = optax.apply_updates(parameters, updates)
             return moved, slots, readings(result.info, query is not None), (result.adapted, result.gradient)

@@ -108,8 +108,8 @@ def pfedme(
             theta, own, total = carry
             theta, loss = towards_theta(theta, own, batches.get(r, 0))
             # w_i ← w_i - η λ (w_i - θ): λ (w - θ) is the gradient of the envelope. Buffers follow θ.
-            own = jax.tree.map(lambda move, w, t: w - step_size * (w - t) if move else t, interpolated, own, theta)
-            return theta, own, total + loss
+            new = jax.tree.map(lambda move, w, t: w - step_size * (w - t) if move else t, interpolated, own, theta)
+            return theta, loops.like(new, own), total + loss
 
         start = (received.model, received.memory if keep_local else received.model, jnp.zeros(()))
         _, own, total = loops.fori_loop(batches.steps, step, start)

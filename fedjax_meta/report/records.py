@@ -79,9 +79,23 @@ ROUNDING = 1e-6
 
 
 def difference(mine: Any, reference: Any) -> Any:
-    """`mine - reference`, exactly 0 where only rounding tells them apart: nobody wins by the last bit."""
-    change = np.subtract(mine, reference)
-    return np.where(np.abs(change) <= ROUNDING * np.maximum(np.abs(mine), np.abs(reference)), 0, change)
+    """`mine - reference`, exactly 0 where only rounding tells them apart: nobody wins by the last bit.
+
+    Infinite scores, such as the perplexity of a large loss, are as far as can be from finite ones, and 0 from each other.
+
+    Example:
+      >>> difference([3.0, 3.0000001, np.inf, np.inf], [1.0, 3.0, 3.0, np.inf])
+      array([ 2.,  0., inf,  0.])
+    """
+    with np.errstate(invalid="ignore"):
+        change = np.subtract(mine, reference)
+    return np.where(np.equal(mine, reference) | (np.abs(change) <= rounding_of(mine, reference)), 0, change)
+
+
+def rounding_of(mine: Any, reference: Any) -> Any:
+    """By how much two scores may differ by rounding alone; 0 where one of them is not finite."""
+    size = np.maximum(np.abs(mine), np.abs(reference))
+    return np.where(np.isfinite(size), ROUNDING * size, 0)
 
 
 class Kind(NamedTuple):
@@ -284,6 +298,14 @@ def diverged_words(rounds: Sequence[int | None]) -> str:
         return ""
     when = f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
     return f"diverged at round {when}" + (f" in {len(found)} of {len(rounds)} seeds" if len(found) < len(rounds) else "")
+
+
+def no_number(diverged: bool) -> str:
+    """What a table says in place of a score that is no number, of runs of which some `diverged` or none did.
+
+    Without divergence, it is infinite (a perplexity of a large loss) or has no value for some client.
+    """
+    return "diverged" if diverged else "not finite"
 
 
 def negative_curvature(rows: Iterable[Mapping[str, Any]]) -> float:

@@ -189,6 +189,12 @@ class _Rounds:
         wrong = checks.misplaced_leaf(self.setting.method.roles, model)
         if wrong is not None:
             raise ValueError(f"the roles of {self.setting.method.name} must have one at every leaf of its model, but {wrong}")
+        odd = next((role for role in jax.tree.leaves(self.setting.method.roles) if not isinstance(role, masks.Role)), None)
+        if odd is not None:
+            raise ValueError(
+                f"the roles of {self.setting.method.name} must be masks.Role, not {checks.shown(odd)}: masks.roles(personal, "
+                "trainable) makes them of masks"
+            )
 
     def _upload_shape(self, model: PyTree, data: FederatedData) -> tuple[PyTree, PyTree]:
         """`_sent_shapes`, or nothing where no transformation and no rule asks for them: training is traced for it."""

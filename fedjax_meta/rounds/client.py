@@ -13,11 +13,12 @@ from fedjax_meta.contract import Received, Trained, no_memory
 from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.engine import ClientUpdate
 from fedjax_meta.keys import tagged
+from fedjax_meta.participation import Participation
 from fedjax_meta.rounds import attacked, stale
 from fedjax_meta.rounds.refusals import refuse_hiding_uploads
 from fedjax_meta.rounds.setting import CohortClient, Context, Kept, Outputs, Setting
 from fedjax_meta.rounds.trees import first_broken, must_fit, where, zeros_unless
-from fedjax_meta.types import Key, PyTree
+from fedjax_meta.types import Key, PyTree, Scalar
 
 
 def client_round(
@@ -68,6 +69,8 @@ def _fate(setting: Setting, key: Key, id_: jax.Array, position: jax.Array, data:
     client, works, arrives = data.client(jnp.where(id_ < 0, -1, position)), id_ >= 0, True
     if setting.federation.participation is not None:
         part = setting.federation.participation(tagged(key, "participation"), id_)
+        if not isinstance(part, Participation):
+            raise ValueError(f"participation must return fm.participation.Participation(...), not {checks.shown(part)}")
         client, arrives = client.working(part.work), part.returned
         works = jnp.logical_not(part.crashed) & (part.work > 0) & works
     if PRIVATE in setting.method.config:
@@ -116,17 +119,21 @@ def _check_trained(setting: Setting, trained: Trained, received: Received, memor
 def weights_of(setting: Setting, trained: Trained, client: ClientData) -> tuple[jax.Array, PyTree]:
     """How much a client counts in the mean of models, and in that of statistics."""
     weight = weight_of(setting, trained, client)
-    return weight, weight if trained.statistics_weight is None else trained.statistics_weight
+    return weight, weight if trained.statistics_weight is None else jax.tree.map(_not_negative, trained.statistics_weight)
 
 
 def weight_of(setting: Setting, trained: Trained, client: ClientData) -> jax.Array:
     """How much a client counts in the mean of models; 0 without train samples."""
     if trained.weight is not None:
-        # A weight below 0 is an error of the method, which is reported like one that is not a number.
-        weight = jnp.where(jnp.asarray(trained.weight) < 0, jnp.nan, trained.weight)
+        weight = _not_negative(trained.weight)
     else:
         weight = client_weight(setting.federation.weighting or setting.method.weighting, client)
     return weight if "train" not in client.views else jnp.where(client["train"].size > 0, weight, 0)
+
+
+def _not_negative(weight: Scalar) -> jax.Array:
+    """A weight below 0 is an error of the method, which is reported like one that is not a number."""
+    return jnp.where(jnp.asarray(weight) < 0, jnp.nan, weight)
 
 
 def largest_weights(setting: Setting, trained: Trained, data: FederatedData) -> tuple[float, float]:

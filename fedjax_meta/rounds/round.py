@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_meta import checks
 from fedjax_meta.algorithm import Faults, RoundInfo, State, state_rows
 from fedjax_meta.data import FederatedData
 from fedjax_meta.engine import matmul_precision, run_cohort
@@ -68,6 +69,8 @@ def drawn_ids(setting: Setting, key: Key, round_: Any, num_clients: int) -> jax.
     """The ids that the schedule draws, as `Algorithm.cohort`."""
     f = setting.federation
     ids = f.schedule(tagged(key, "cohort"), round_, num_clients, f.cohort_size)
+    if not isinstance(ids, jax.Array):
+        raise ValueError(f"schedule must return a JAX array of cohort_size={f.cohort_size} ids, not {checks.shown(ids)}")
     if ids.shape != (f.cohort_size,) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"schedule must return cohort_size={f.cohort_size} ids, not {ids.dtype}{list(ids.shape)}")
     return ids

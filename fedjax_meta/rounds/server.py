@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import checks, masks
+from fedjax_meta import checks, loops, masks
 from fedjax_meta.aggregate import WeightedSum, mean, per_unit, sum_clients, weigh
 from fedjax_meta.algorithm import Aggregation, State, training_size
 from fedjax_meta.contract import Cohort
@@ -74,7 +74,11 @@ def _aggregate(
     for i, (upload, weight, kept, reference) in enumerate(inputs):
         combined, renewed = upload, kept
         if jax.tree.leaves(upload):
-            combined, renewed = rule.combine(tagged(key, "aggregator", i), upload, weight, kept, reference)
+            found = rule.combine(tagged(key, "aggregator", i), upload, weight, kept, reference)
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise ValueError(f"combine of aggregator {rule.name} must return (result, memory), not {checks.shown(found)}")
+            combined, renewed = found
+            must_fit(f"the memory of aggregator {rule.name}", renewed, kept)
             check_combined(rule.name, combined, upload)
         result.append(combined)
         memory.append(renewed)
@@ -90,6 +94,9 @@ def check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
     wrong = structures[0] != structures[1]
     if wrong or [jnp.shape(leaf) for leaf in jax.tree.leaves(combined)] != [leaf.shape for leaf in jax.tree.leaves(wanted)]:
         raise ValueError(f"aggregator {name} must give a tree like one client's upload: {checks.mismatch(combined, wanted)}")
+    for leaf, like in zip(*map(jax.tree.leaves, (combined, wanted)), strict=True):
+        if jnp.issubdtype(like.dtype, jnp.inexact) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise ValueError(f"aggregator {name} gives {jnp.result_type(leaf)} for an upload of {like.dtype}, which cuts it")
 
 
 def _sum(uploads: PyTree, weights: PyTree) -> WeightedSum:
@@ -138,6 +145,10 @@ def _step(
         descent, statistics = method.direction(without_rows(state), descent, statistics, weight, num_clients)
         must_fit(f"the pseudo-gradient that direction of {method.name} returns", descent, moving)
     updates, slots = setting.server.update(descent, state.optimizer, moving)
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (updates, moving)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the server's optimiser must give updates like the model: {checks.mismatch(updates, moving)}")
+    slots = loops.like(slots, state.optimizer)
     if method.separate_models:
         _check_one_each(f"the statistics of {method.name}, which has separate_models,", shares, moving, jnp.inexact)
         still = jax.tree.map(jnp.zeros_like, updates), state.optimizer

@@ -56,7 +56,7 @@ def measured(
       seeds: of the untrained model.
       metrics: what is measured, see `Study.metrics`.
       asked: the view that known clients are tested on, see `Scenario.adapt_on`.
-      ids: of the known clients that are scored, see `job.counted`; all of them if not given.
+      ids: of the known clients that are scored, see `job.scored_clients`; all of them if not given.
 
     Returns:
       By name and by group of clients tests as in a row of `report.compact`. "untrained model" is the model as each of the seeds

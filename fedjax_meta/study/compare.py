@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.federation import Federation
-from fedjax_meta.report.records import ROUNDING
+from fedjax_meta.report.records import rounding_of
 from fedjax_meta.study import baselines, results, targets
 from fedjax_meta.study.result_files import read_final
 from fedjax_meta.study.scenario import TESTED_ON
@@ -162,7 +162,7 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
     Raises:
       OSError: a folder that cannot be read.
       ValueError: a folder without a run, or without finished results, one that is named twice; a run without that score, a
-        damaged file.
+        damaged file, F1 of two kinds.
     """
     found: list[tuple[Finished, str]] = []
     paths = [Path(folder).resolve() for folder in folders]
@@ -190,6 +190,12 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
             raise ValueError(
                 f"{name}: {one.title} was not measured by {score!r} in scenario {one.scenario}, but by {', '.join(known)}"
             )
+    over_all = {"f1" in one.trials[0].rows[-1]["tests"][KNOWN].get("metrics", {}): name for one, name in found}
+    if score == "f1" and len(over_all) > 1:
+        raise ValueError(
+            f"f1 of {over_all[True]} is over all classes, that of {over_all[False]} within the classes that a client has, as "
+            "FedMeta-Per takes it: they are two scores. With metrics: [accuracy, f1] a study measures the first"
+        )
     return [_named_apart(one, name, found) for one, name in found]
 
 
@@ -257,11 +263,11 @@ def difference(one: Finished, reference: Finished, group: str) -> Difference | N
     scores = [np.array([kept[seed][where] for seed in seeds]) for kept, where in zip((mine, theirs), rows, strict=True)]
     by_seed, by_client = (report.difference(*(some.mean(axis) for some in scores)) for axis in (1, 0))
     gain = one.kind.gain(by_client, 0.0)
-    known = np.isfinite(gain).all()
+    known = not np.isnan(gain).any()
     better, worse = (100 * float(np.mean(hit)) if known else NAN for hit in (gain > 0, gain < 0))
     margin = metrics.confidence_margin(by_seed)
     mean = float(report.difference(*(some.mean() for some in scores)))
-    rounding = ROUNDING * max(float(np.max(np.abs(some), initial=0)) for some in scores)
+    rounding = rounding_of(*(some.mean(0) for some in scores))
     return Difference(mean, margin, len(seeds), better, worse, paired_t(by_seed), signed_rank(by_client, rounding))
 
 
@@ -278,27 +284,31 @@ def paired_t(differences: np.ndarray) -> float:
     return float(2 * stats.t.sf(abs(differences.mean()) / error, count - 1))
 
 
-def signed_rank(differences: np.ndarray, rounding: float = 0.0) -> float:
+def signed_rank(differences: np.ndarray, rounding: float | np.ndarray = 0.0) -> float:
     """The two-sided p-value of Wilcoxon's signed-rank test for differences `[n]`, those that are 0 left out; 1 if all are 0.
+
+    Infinite differences are the largest, and equally large. NaN for a NaN.
 
     It is exact up to `EXACT` differences, also where some are equally large, as accuracies on few samples often are.
 
     Args:
       differences: of pairs of scores.
-      rounding: by which equal magnitudes may differ.
+      rounding: of each difference, by how much it may differ from another that is equally large, `[n]` or one for all.
     """
     from scipy import stats
 
-    if not np.isfinite(differences).all():
+    if np.isnan(differences).any():
         return NAN
+    near = np.broadcast_to(rounding, differences.shape)[differences != 0]
     moved = differences[differences != 0]
-    sizes, place = np.unique(np.abs(moved), return_inverse=True)
-    first = np.diff(sizes, prepend=-np.inf) > rounding
-    moved = np.sign(moved) * sizes[first][np.cumsum(first)[place] - 1] if moved.size else moved
-    if moved.size > EXACT:
-        return float(stats.wilcoxon(moved, method="asymptotic").pvalue)
+    order = np.argsort(np.abs(moved))
+    moved, near = moved[order], near[order]
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        larger = np.diff(np.abs(moved), prepend=-1.0) > np.minimum(near, np.roll(near, 1))
     # Twice the ranks are whole numbers: equal differences share the mean of their ranks.
-    ranks = np.rint(2 * stats.rankdata(np.abs(moved))).astype(int)
+    ranks = np.rint(2 * stats.rankdata(np.cumsum(larger))).astype(int)
+    if moved.size > EXACT:
+        return float(stats.wilcoxon(np.sign(moved) * ranks, method="asymptotic").pvalue)
     chance = np.ones(1)  # of each sum of the ranks of one sign, where every sign is a fair coin
     for rank in ranks:
         chance = (np.pad(chance, (0, rank)) + np.pad(chance, (rank, 0))) / 2

@@ -25,9 +25,9 @@ def tables(rows: Sequence[Row]) -> list[report.Table]:
             row.system.title,
             str(row.system.rounds) if len({one.rounds for one in systems}) > 1 else "",
             str(len(row.known)),
-            _spread(row.known, kind),
+            _spread(row, row.known),
             _interval(report.over_seeds(row.known)[0], metrics.confidence_margin(row.known), kind, ends=_range(kind)),
-            _spread(row.new, kind),
+            _spread(row, row.new),
             "" if np.isnan(_gap(row)) else kind.text(_gap(row), sign=True),
         ]
         for row in rows
@@ -37,8 +37,8 @@ def tables(rows: Sequence[Row]) -> list[report.Table]:
     over = [
         [
             row.system.title,
-            _spread(row.worst, kind),
-            _spread(row.variance, kind),
+            _spread(row, row.worst),
+            _spread(row, row.variance),
             *(_share(row.behind, m) for m in results.REFERENCES),
         ]
         for row in rows
@@ -60,12 +60,12 @@ def _differences(rows: Sequence[Row], group: str) -> report.Table:
     pairs = [(row.system.title, row.against if group == KNOWN else row.against_new) for row in rows]
     found = [(title, one) for title, one in pairs if one is not None]
     p_seeds, p_clients = (holm([getattr(one, name) for _, one in found]) for name in ("p_seeds", "p_clients"))
-    kind = rows[0].system.kind
+    kind, unknown = rows[0].system.kind, "one diverged" if any(map(_diverged, rows)) else "not finite"
     lines = [
         [
             title,
-            kind.text(one.mean, sign=True) if np.isfinite(one.mean) else "one diverged",
-            _interval(one.mean, one.margin, kind, sign=True),
+            kind.text(one.mean, sign=True) if np.isfinite(one.mean) else unknown,
+            _interval(one.mean, one.margin, kind, sign=True, ends=(-100, 100) if kind.share else (-np.inf, np.inf)),
             _p(seeds),
             _p(clients),
             f"{one.better:.0f} %" if np.isfinite(one.better) else "",
@@ -85,17 +85,24 @@ def notes(rows: Sequence[Row]) -> list[str]:
         said.append(
             "Two seeds are too few: their intervals reach 9 standard deviations to each side, those of five seeds 1.2."
         )
+    differences = [one for row in rows for one in (row.against, row.against_new) if one is not None]
+    fewer = min((one.seeds for one in differences), default=0)
+    if fewer and any(fewer < row.known.size for row in rows):
+        said.append(f"Differences are over the seeds that both systems have, {fewer} where they are fewest.")
+    kind = rows[0].system.kind
+    if kind.name == "f1" and "f1" not in rows[0].system.trials[0].rows[-1]["tests"][KNOWN].get("metrics", {}):
+        said.append("F1 is within the classes that a client has, as FedMeta-Per takes it, see metrics.within_own_classes.")
     said.append(f'"variance" is over clients, in squared {"points" if rows[0].system.kind.share else "units"}.')
     if not rows[0].system.kind.higher_is_better:
         said.append(f"Lower {rows[0].system.kind.words} is better: a difference below 0 is a gain.")
-    if any(row.new.size for row in rows):
+    if any(np.isfinite(_gap(row)) for row in rows):
         said.append('"gap" is known minus new.')
     if any(row.behind for row in rows):
         said.append('"behind X": known clients that do worse than with X, mean over seeds.')
     if any(row.against is not None for row in rows):
         said.append(
             '"better": clients that gain. p-values are two-sided, of a paired t-test over seeds and of Wilcoxon\'s signed-rank '
-            "test over clients (mean over seeds), adjusted for the number of rows (Holm)."
+            "test over clients (mean over seeds), adjusted for the number of rows (Holm). Intervals are not adjusted."
         )
     first = next(row.system for row in rows if row.system.title == row.reference)
     for row in rows:
@@ -219,8 +226,14 @@ def _gap(row: Row) -> float:
     return report.over_seeds(row.known)[0] - report.over_seeds(row.new)[0]
 
 
-def _spread(values: np.ndarray, kind: report.Kind) -> str:
-    return (kind.spread(*report.over_seeds(values)) or "diverged") if values.size else ""
+def _spread(row: Row, values: np.ndarray) -> str:
+    words = row.system.kind.spread(*report.over_seeds(values))
+    return (words or report.no_number(_diverged(row))) if values.size else ""
+
+
+def _diverged(row: Row) -> bool:
+    """Whether a seed of a system did."""
+    return any(trial.diverged is not None for trial in row.system.trials)
 
 
 RANGES = {"rmse": (0, np.inf), "mae": (0, np.inf), "perplexity": (1, np.inf), "r2": (-np.inf, 1)}

@@ -297,7 +297,7 @@ def confusion(systems: Sequence[Shown], *, most: int | None = None) -> Figure:
 
         return Panel(draw, 2.5, 2.6)
 
-    shown = [one for one in systems if all("confusion" in trial.rows[-1]["tests"][KNOWN] for trial in one.final)]
+    shown = [one for one in systems if one.final and all("confusion" in trial.rows[-1]["tests"][KNOWN] for trial in one.final)]
     words = "Known clients, all seeds. Rows are true classes, columns predicted ones; full colour is all samples of a class."
     if most is not None:
         shown, words = shown[:most], f"{words} Of the first {most} systems; the others are {_ELSEWHERE}"

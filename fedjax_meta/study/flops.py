@@ -1,7 +1,8 @@
 """FLOPs of a program: those of its matrix products and convolutions, counted while it runs.
 
-So loops count as often as they turn, and branches only where they are taken. `of_rounds` leaves out all that its count does not
-depend on: where no number of steps follows from parameters, nothing is trained.
+So loops count as often as they turn, and branches only where they are taken. Products whose results nobody uses do not count: XLA
+leaves them out. `of_rounds` does not compute what its count does not depend on: where no number of steps follows from parameters,
+nothing is trained.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,11 @@ _INNER |= {"custom_vmap_call": "call"}
 _LOOPS = ("while", "scan", "cond")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
-Marks = Sequence[bool]
+DEAD, USED, COMPUTED = 0, 1, 2
+"""What becomes of a value: nobody uses it; a result of the program depends on it, so that products count; it is computed too."""
+
+Marks = Sequence[int]
+"""One of these for each of some values."""
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]]:
@@ -42,7 +47,7 @@ def counted(function: Callable[..., Any]) -> Callable[..., tuple[Any, jax.Array]
 
     def run(*arguments: Any) -> tuple[Any, jax.Array]:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results, flops = _Counter(closed)(jax.tree.leaves(arguments), [True] * len(closed.jaxpr.outvars))
+        results, flops = _Counter(closed)(jax.tree.leaves(arguments), [COMPUTED] * len(closed.jaxpr.outvars))
         return jax.tree.unflatten(jax.tree.structure(shape), results), flops
 
     return run
@@ -58,19 +63,21 @@ def of_rounds(algorithm: Algorithm, data: FederatedData, rounds: int, seed: int 
     shapes, tree = jax.tree.flatten(jax.eval_shape(algorithm.init, key, data))
 
     def one_round(key: jax.Array, state: Sequence[Any], data: FederatedData) -> list[Any]:
-        return jax.tree.leaves(algorithm.round(key, jax.tree.unflatten(tree, state), data)[0])
+        return jax.tree.leaves(algorithm.round(key, jax.tree.unflatten(tree, state), data))
 
-    counter = _Counter(jax.make_jaxpr(one_round)(key, shapes, data))
-    kept = [False] * len(shapes)  # the leaves of the state that numbers of turns depend on
-    while (more := [old or new for old, new in zip(kept, counter.inputs(kept)[1 : 1 + len(kept)], strict=True)]) != kept:
+    closed = jax.make_jaxpr(one_round)(key, shapes, data)
+    counter, reported = _Counter(closed), [USED] * (len(closed.jaxpr.outvars) - len(shapes))
+    kept = [USED] * len(shapes)  # computed are the leaves of the state that numbers of turns depend on
+    while (more := _most(kept, counter.inputs([*kept, *reported])[1 : 1 + len(kept)])) != kept:
         kept = more
 
     def chosen(leaves: Sequence[Any]) -> list[Any]:
-        return [leaf if keep else None for leaf, keep in zip(leaves, kept, strict=True)]
+        return [leaf if keep == COMPUTED else None for leaf, keep in zip(leaves, kept, strict=True)]
 
     @jax.jit
     def count(key: jax.Array, state: list[Any], data: FederatedData) -> tuple[list[Any], jax.Array]:
-        return counter([key, *state, *jax.tree.leaves(data)], kept)
+        results, flops = counter([key, *state, *jax.tree.leaves(data)], [*kept, *reported])
+        return results[: len(kept)], flops
 
     state = jax.jit(lambda key, data: chosen(jax.tree.leaves(algorithm.init(key, data))))(key, data)
     found = []
@@ -81,10 +88,10 @@ def of_rounds(algorithm: Algorithm, data: FederatedData, rounds: int, seed: int 
 
 
 class _Step(NamedTuple):
-    """An equation of a program, with marks of the results that are wanted and of the inputs that these, or the count, need."""
+    """An equation of a program, with marks of its results and of its inputs."""
 
     equation: Any
-    wanted: Marks
+    outs: Marks
     needed: Marks
 
 
@@ -92,12 +99,12 @@ class _Plan(NamedTuple):
     """What a program has to do for some of its results, and for the count.
 
     Attributes:
-      steps: in order.
-      inputs: marks of those that are needed.
+      steps: those that are computed or count, in order.
+      inputs: marks of the program's.
     """
 
     steps: list[_Step]
-    inputs: list[bool]
+    inputs: list[int]
 
 
 class _Counter:
@@ -105,69 +112,75 @@ class _Counter:
 
     def __init__(self, program: core.ClosedJaxpr) -> None:
         self.program = program
-        self.plans: dict[tuple[int, tuple[bool, ...]], _Plan] = {}
+        self.plans: dict[tuple[int, tuple[int, ...]], _Plan] = {}
 
-    def inputs(self, wanted: Marks) -> list[bool]:
-        """Marks of the inputs that the wanted results and the count depend on."""
-        return self._plan(self.program.jaxpr, wanted).inputs
+    def inputs(self, outs: Marks) -> list[int]:
+        """Marks of the inputs that follow from those of the results."""
+        return self._plan(self.program.jaxpr, outs).inputs
 
-    def __call__(self, arguments: Sequence[Any], wanted: Marks) -> tuple[list[Any], jax.Array]:
-        """(results, `None` where they are not wanted; FLOPs). Arguments that are not needed may be anything."""
+    def __call__(self, arguments: Sequence[Any], outs: Marks) -> tuple[list[Any], jax.Array]:
+        """(results, `None` where they are not computed; FLOPs). Arguments that nothing is computed from may be anything."""
         with jax.enable_x64(True):  # some programs have parts in float64
-            return self._run(self.program.jaxpr, self.program.consts, arguments, wanted)
+            return self._run(self.program.jaxpr, self.program.consts, arguments, outs)
 
     # What has to be done.
 
-    def _plan(self, program: core.Jaxpr, wanted: Marks) -> _Plan:
-        place = id(program), tuple(wanted)
+    def _plan(self, program: core.Jaxpr, outs: Marks) -> _Plan:
+        place = id(program), tuple(outs)
         if place not in self.plans:
-            self.plans[place] = self._planned(program, wanted)
+            self.plans[place] = self._planned(program, outs)
         return self.plans[place]
 
     def _planned(self, program: core.Jaxpr, wanted: Marks) -> _Plan:
-        live = {var for var, want in zip(program.outvars, wanted, strict=True) if want and not isinstance(var, core.Literal)}
+        marks: dict[Any, int] = {}
         steps = []
-        for equation in reversed(program.eqns):
-            outs = [var in live for var in equation.outvars]
-            if any(outs) or _multiplies(equation):
-                steps.append(_Step(equation, outs, self._needed(equation, outs)))
-                named = zip(equation.invars, steps[-1].needed, strict=True)
-                live |= {var for var, need in named if need and not isinstance(var, core.Literal)}
-        return _Plan(steps[::-1], [var in live for var in program.invars])
 
-    def _needed(self, equation: Any, outs: Marks) -> list[bool]:
-        """Marks of the inputs of an equation that its wanted results and the count need."""
+        def mark(variables: Sequence[Any], given: Marks) -> None:
+            for var, new in zip(variables, given, strict=True):
+                if not isinstance(var, core.Literal):
+                    marks[var] = max(marks.get(var, DEAD), new)
+
+        mark(program.outvars, wanted)
+        for equation in reversed(program.eqns):
+            outs = [marks.get(var, DEAD) for var in equation.outvars]
+            if max(outs, default=DEAD) == DEAD:
+                continue
+            needed = self._needed(equation, outs)
+            mark(equation.invars, needed)
+            if COMPUTED in outs or _multiplies(equation):
+                steps.append(_Step(equation, outs, needed))
+        return _Plan(steps[::-1], [marks.get(var, DEAD) for var in program.invars])
+
+    def _needed(self, equation: Any, outs: Marks) -> list[int]:
+        """Marks of the inputs of an equation whose results have marks."""
         name, options = equation.primitive.name, equation.params
         if name in _INNER:
             return self._plan(_closed(options[_INNER[name]])[0], outs).inputs
         if name in _LOOPS and _multiplies(equation):
             if name == "cond":
-                return [
-                    True,
-                    *map(any, zip(*(self._plan(one.jaxpr, outs).inputs for one in options["branches"]), strict=True)),
-                ]
+                return [COMPUTED, *_most(*(self._plan(one.jaxpr, outs).inputs for one in options["branches"]))]
             return self._of_while(options, outs)[1] if name == "while" else self._of_scan(equation, outs)[1]
-        return [any(outs)] * len(equation.invars)  # shapes alone say what a product costs
+        return [max(outs)] * len(equation.invars)  # shapes alone say what a product costs
 
-    def _of_while(self, options: dict[str, Any], outs: Marks) -> tuple[list[bool], list[bool]]:
-        """Marks of (the carried values, the inputs) of a loop that are needed."""
+    def _of_while(self, options: dict[str, Any], outs: Marks) -> tuple[list[int], list[int]]:
+        """Marks of (the carried values, the inputs) of a loop."""
         first, own = options["cond_nconsts"], options["body_nconsts"]
-        asked = self._plan(options["cond_jaxpr"].jaxpr, [True]).inputs
-        carry = [out or ask for out, ask in zip(outs, asked[first:], strict=True)]
+        asked = self._plan(options["cond_jaxpr"].jaxpr, [COMPUTED]).inputs
+        carry = _most(outs, asked[first:])
         while True:
             used = self._plan(options["body_jaxpr"].jaxpr, carry).inputs
-            more = [old or new for old, new in zip(carry, used[own:], strict=True)]
+            more = _most(carry, used[own:])
             if more == carry:
                 return carry, [*asked[:first], *used[:own], *carry]
             carry = more
 
-    def _of_scan(self, equation: Any, outs: Marks) -> tuple[list[bool], list[bool]]:
-        """Marks of (the carried values, the inputs) of a loop that are needed."""
+    def _of_scan(self, equation: Any, outs: Marks) -> tuple[list[int], list[int]]:
+        """Marks of (the carried values, the inputs) of a loop."""
         consts, count = parts_of_scan(equation)
         carry = list(outs[:count])
         while True:
             used = self._plan(equation.params["jaxpr"].jaxpr, [*carry, *outs[count:]]).inputs
-            more = [old or new for old, new in zip(carry, used[consts : consts + count], strict=True)]
+            more = _most(carry, used[consts : consts + count])
             if more == carry:
                 return carry, [*used[:consts], *carry, *used[consts + count :]]
             carry = more
@@ -184,11 +197,11 @@ class _Counter:
 
         total = jnp.zeros((), jnp.float32)
         for equation, outs, needed in self._plan(program, wanted).steps:
-            given = [read(atom) if need else None for atom, need in zip(equation.invars, needed, strict=True)]
+            given = [read(atom) if need == COMPUTED else None for atom, need in zip(equation.invars, needed, strict=True)]
             results, flops = self._equation(equation, given, outs)
             total = total + flops
             values |= zip(equation.outvars, results, strict=True)
-        return [read(atom) if want else None for atom, want in zip(program.outvars, wanted, strict=True)], total
+        return [read(atom) if want == COMPUTED else None for atom, want in zip(program.outvars, wanted, strict=True)], total
 
     def _equation(self, equation: Any, given: list[Any], outs: Marks) -> tuple[list[Any], Any]:
         name, options = equation.primitive.name, equation.params
@@ -200,7 +213,7 @@ class _Counter:
             return self._while(options, given, outs) if name == "while" else self._scan(equation, given, outs)
         if name not in _PRODUCTS and _multiplies(equation):
             raise ValueError(f"products inside {name} cannot be counted; a round's can on one device: Federation(devices=1)")
-        if not any(outs):
+        if COMPUTED not in outs:
             return [None] * len(outs), _flops(equation)
         results = equation.primitive.bind(*given, **equation.primitive.get_bind_params(options))
         return list(results) if equation.primitive.multiple_results else [results], _flops(equation)
@@ -222,7 +235,7 @@ class _Counter:
         kept = self._of_while(options, outs)[0]
 
         def going(carry: Any) -> Any:
-            return self._run(*_closed(options["cond_jaxpr"]), [*asked, *_spread(carry[0], kept)], [True])[0][0]
+            return self._run(*_closed(options["cond_jaxpr"]), [*asked, *_spread(carry[0], kept)], [COMPUTED])[0][0]
 
         def body(carry: Any) -> Any:
             results, flops = self._run(*_closed(options["body_jaxpr"]), [*used, *_spread(carry[0], kept)], kept)
@@ -255,14 +268,19 @@ class _Counter:
         return [*_spread(end, kept), *_spread(results, made)], flops
 
 
+def _most(*marks: Marks) -> list[int]:
+    return list(map(max, zip(*marks, strict=True)))
+
+
 def _chosen(values: Sequence[Any], marks: Marks) -> list[Any]:
-    return [value for value, mark in zip(values, marks, strict=True) if mark]
+    """Those that are computed."""
+    return [value for value, mark in zip(values, marks, strict=True) if mark == COMPUTED]
 
 
 def _spread(values: Sequence[Any], marks: Marks) -> list[Any]:
-    """The inverse of `_chosen`, with `None` where there is no mark."""
+    """The inverse of `_chosen`, with `None` for the others."""
     rest = iter(values)
-    return [next(rest) if mark else None for mark in marks]
+    return [next(rest) if mark == COMPUTED else None for mark in marks]
 
 
 def _closed(program: Any) -> tuple[Any, Sequence[Any]]:

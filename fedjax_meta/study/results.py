@@ -32,6 +32,7 @@ class Line(NamedTuple):
       seconds: wall-clock of all trials, without compilation.
       remark: "diverged at round R", "worse than the untrained model", "best at the end of its grid", or nothing.
       trials: how many runs its grid took.
+      diverged: whether a seed did; else a score that is no number is not finite, or lacks a value for some client.
       others: the other scores, means over known and over new clients, by "NAME" and "NAME, new"; shares in percent.
     """
 
@@ -46,6 +47,7 @@ class Line(NamedTuple):
     seconds: float
     remark: str
     trials: int = 0
+    diverged: bool = False
     others: Mapping[str, tuple[report.Kind, report.Spread]] = {}
 
 
@@ -112,6 +114,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         seconds=outcome.seconds[0],
         remark="; ".join(remarks),
         trials=len(outcome.tuning),
+        diverged=any(trial.diverged is not None for trial in outcome.final),
         others=_others(study, _last_tests(outcome.final, new=has_new), outcome.final),
     )
 
@@ -229,7 +232,7 @@ def table(lines: Sequence[Line]) -> report.Table:
     rows = [
         [
             line.title,
-            line.kind.spread(*line.known) or "diverged",
+            line.kind.spread(*line.known) or report.no_number(line.diverged),
             line.kind.spread(*line.worst),
             line.kind.spread(*line.new),
             "" if np.isnan(line.behind) else f"{line.behind:.0f} %",
@@ -288,7 +291,7 @@ def gains(study: Study, outcomes: Sequence[Outcome], clients: Clients | None = N
                 mine, base = (by_client(other.final, group, study.score) for other in (one, reference))
                 of_clients = (draws.mean_over_seeds(one.values, len(study.data_seeds) or 1) for one in (mine, base))
                 gain = mine.kind.gain(*of_clients)
-                if not np.isfinite(gain).all():
+                if np.isnan(gain).any():
                     continue
                 least, most = int(gain.argmin()), int(gain.argmax())
                 digits = "+.1f" if mine.kind.share else "+.3g"
@@ -430,11 +433,16 @@ def gains_words(kind: report.Kind) -> str:
 
 def explanation(study: Study, found: Mapping[str, Sequence[Line]]) -> str:
     """What the numbers of the tables of a study mean, see `tables`; the one place that says what ± is."""
-    text = f"After round {study.rounds}"
+    text = (
+        f"After round {study.rounds}{'' if study.goal is None else ', or the one at which the remark says that a run ended'}"
+    )
     runs, of_draws = len(study.seeds) * max(len(study.data_seeds), 1), len(study.data_seeds) > 1
     over = f"{runs} runs ({len(study.data_seeds)} draws x {len(study.seeds)} seeds)" if of_draws else f"{runs} seeds"
     text += f"; ± is the sample standard deviation over {over}." if runs > 1 else " (one seed)."
     text += f" {tuning.words(study, [lines[0].kind.name for lines in found.values()])}".rstrip()
+    kinds = [lines[0].kind for lines in found.values()]
+    if study.goal is not None and 0 < study.goal.value <= 1 and any(kind.share for kind in kinds):
+        text += f" Targets of shares are in percent: stop_at here is {study.goal.value:g} %."
     if any(system.method == LOCAL for system in study.systems.values()):
         text += ' "behind local": known clients that do worse than by local training alone.'
     return text

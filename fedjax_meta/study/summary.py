@@ -77,4 +77,5 @@ def _kind(study: Study, outcome: Outcome, group: str) -> report.Kind:
 
 
 def _text(study: Study, outcome: Outcome, group: str) -> str:
-    return _kind(study, outcome, group).spread(*report.over_seeds(values(study, outcome, group))) or "diverged"
+    words = _kind(study, outcome, group).spread(*report.over_seeds(values(study, outcome, group)))
+    return words or report.no_number(any(trial.diverged is not None for trial in outcome.final))

@@ -178,7 +178,8 @@ class _Lines(runs.Watcher):
     def end(self, outcome: runs.Outcome) -> None:
         found = results.by_client(outcome.final, KNOWN, self._study.score)
         mean, unit = float(found.values.mean()), " %" if found.kind.share else ""
-        score = "diverged" if np.isnan(mean) else f"{found.kind.words} {found.kind.text(mean)}{unit}"
+        lost = report.no_number(any(trial.diverged is not None for trial in outcome.final))
+        score = f"{found.kind.words} {found.kind.text(mean)}{unit}" if np.isfinite(mean) else lost
         numbers = ", ".join(f"{name}={value:g}" for name, value in outcome.chosen.items())
         title = f"{outcome.scenario}, {self._study.title_of(outcome.system)}"
         self._clear()

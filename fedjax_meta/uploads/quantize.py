@@ -28,6 +28,7 @@ def quantize(bits: int) -> UploadTransform:
     checks.between("bits", bits, 1, 24)
 
     def client(key: Key, upload: PyTree, memory: PyTree, kept: PyTree) -> tuple[PyTree, PyTree]:
+        del kept
         return quantized(key, upload, bits), memory
 
     def message(message: Message, leaf: Any) -> Message:

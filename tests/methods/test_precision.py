@@ -56,6 +56,30 @@ def test_a_method_keeps_the_types_of_a_model_in_lower_precision(name, dtype):
     jax.eval_shape(tested, state, data.x[:3])
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("fedadam", "b1", 0.9),
+        ("fedavgm", "momentum", 0.9),
+        ("feddyn", "clip", 1.0),
+        ("fednova", "momentum", 0.5),
+        ("pfedme", "outer_lr", 0.005),
+        ("pfedme", "prox_weight", 15.0),
+    ],
+)
+def test_a_rate_that_is_traced_keeps_the_types_too(name, option, value):
+    """A traced rate is an array of float32 or more, which makes sums with 16 bits wider; a Python number does not."""
+    task, data = halved(problems.task_of(name), jnp.bfloat16), problems.data()
+
+    def one_round(rate):
+        algorithm = fm.federate(fm.METHODS[name](task, **{option: rate}), fm.Federation(cohort_size=3, devices=1, lanes=1))
+        state = algorithm.init(KEY, data)
+        return state, algorithm.round(KEY, state, data)[0]
+
+    before, after = jax.eval_shape(one_round, jnp.float32(value))
+    assert problems.forms(after) == problems.forms(before)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("scaffold", jnp.bfloat16), ("imaml", jnp.float16)])
 def test_a_round_in_half_precision_is_near_that_in_double_precision(name, dtype):
     options = {"scaffold": {"lr": 0.3}, "imaml": {"inner_lr": 0.1, "outer_lr": 0.1}}[name]

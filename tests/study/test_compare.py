@@ -25,7 +25,7 @@ def trial(seed, accuracy, curve=None, new=None):
         tests = {"known": {"accuracy": list(accuracy), "scores": {"accuracy_mean": mean}}}
         if new is not None:
             tests["new"] = {"accuracy": list(new), "scores": {"accuracy_mean": np.mean(new)}}
-        rows.append({"round": 5 * number, "seconds": 2.0, "tests": tests})
+        rows.append({"round": 5 * number, "seconds": 2.0, "train": {}, "tests": tests})
     return Trial({}, seed, rows, None)
 
 

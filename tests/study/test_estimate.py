@@ -42,6 +42,27 @@ def test_products_are_counted_as_often_as_loops_turn_and_branches_are_taken():
     assert counted(convolution, image, kernel) == 2 * (4 * 4 * 4) * (3 * 3 * 2)
 
 
+def test_products_whose_results_nobody_uses_do_not_count():
+    """Also those in loops, and where what they would give to is carried on."""
+    a = np.ones((2, 3))
+
+    def function(a, n):
+        unused = jnp.sum(a @ a.T @ a)
+
+        def turn(i, carry):
+            used, _, further = carry
+            return used + jnp.sum(a @ a.T), further, jnp.sum(jnp.outer(a[0], a[1]) @ a.T) + unused
+
+        return jax.lax.fori_loop(0, n, turn, (0.0, 0.0, 0.0))[0]
+
+    assert counted(function, a, 7) == 7 * 2 * 2 * 2 * 3
+    # The derivative along a direction of a gradient needs no gradient of the parameters at the point itself.
+    w, x = np.ones((3, 4)), np.ones((5, 3))
+    loss = lambda w: jnp.sum(jnp.sin(x @ w))  # noqa: E731
+    product = 2 * 5 * 3 * 4
+    assert counted(lambda w: jax.jvp(jax.grad(loss), (w,), (w,))[1], w) == 3 * product  # x w, x v, and x^T of what follows
+
+
 def test_products_that_cannot_be_counted_are_refused():
     algorithm, data = make("fedavg", devices=2, lanes=1), problems.data()
     with pytest.raises(ValueError, match=r"products inside shard_map cannot be counted.*devices=1"):

@@ -66,3 +66,33 @@ def test_ranks_of_clients_are_those_of_their_counts(seed, clients):
 def test_magnitudes_that_differ_are_not_tied():
     differences = np.array([1.0, -2.0, 3.0, 4.0, -5.0, 6.0])
     assert compare.signed_rank(differences, 1e-6) == pytest.approx(scipy.stats.wilcoxon(differences, method="exact").pvalue)
+
+
+def test_one_large_score_does_not_make_the_differences_of_others_equal():
+    """A perplexity of 10 million, whose rounding is larger than what tells other clients apart."""
+    rng = np.random.default_rng(0)
+    one = rng.uniform(2, 3, 20)
+    other = one + rng.normal(0.1, 0.15, 20)
+    one[0], other[0] = 1e7, 2e7
+    found = compare.signed_rank(one - other, report.records.rounding_of(one, other))
+    assert found == pytest.approx(scipy.stats.wilcoxon(one - other, method="exact").pvalue)
+
+
+def test_an_infinite_score_is_worse_than_any_other_and_like_another():
+    """The perplexity of a large loss, which is finite itself."""
+    kind, inf = report.Kind("perplexity", False, False), np.inf
+    np.testing.assert_array_equal(kind.reaches(np.array([inf, 3.0, 9.0]), 5.0), [False, True, False])
+    np.testing.assert_array_equal(kind.gain([inf, 3.0, inf], [3.0, inf, inf]), [-inf, inf, 0])
+    assert report.Kind("score", True, False).reaches(inf, 5.0)
+    # The ranks of infinite differences are the highest, and equal.
+    ranks = np.array([-1.0, 2.0, -3.0, 4.5, 4.5])
+    signs = np.array(list(itertools.product([0, 1], repeat=5))) @ np.abs(ranks)
+    expected = 2 * np.mean(signs <= 4 + 1e-9)
+    assert compare.signed_rank(np.array([-1.0, 2.0, -3.0, inf, inf])) == pytest.approx(expected)
+
+
+def test_clients_with_infinite_scores_are_compared():
+    finite, infinite = system("a", [[0.3, 0.4, 0.5, 0.6]]), system("b", [[np.inf, 0.5, np.inf, 0.6]])
+    found = compare.difference(finite, infinite, "known")
+    assert (found.better, found.worse, found.mean) == (0, 75, -np.inf)
+    assert found.p_clients == pytest.approx(0.25) and np.isnan(found.p_seeds)
