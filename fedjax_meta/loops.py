@@ -111,7 +111,7 @@ def backward_loop(count: Scalar, body: Callable[[Scalar, Carry], Carry], carry: 
 
 
 def _run(count: Scalar, body: Callable[..., Any], carry: Any, *beside: PyTree, backward: bool = False) -> Any:
-    """The loop; what the body takes and returns `beside` the carry keeps changing in lanes that have finished."""
+    """The loop. A lane that has finished keeps its carry; trees `beside` it, which the body also takes and returns, change on."""
     longest = _longest(count)
     ragged = longest is not count
     packing = _packing(carry, worth_it=ragged)

@@ -512,8 +512,8 @@ def _bytes(shapes: PyTree) -> int:
 
 
 def _check_update(inner: InnerOptimizer, meta: Params) -> None:
-    """Raises `ValueError` if an update does not return what a loop can go on with, or if it reads `meta` although it does not say
-    so: its derivative would be left out.
+    """Raises `ValueError` if an update does not return what a loop can go on with, moves leaves that do not adapt, or reads
+    `meta` although it does not say so: derivatives would be left out.
     """
     phi = jax.eval_shape(inner.start, meta)
     given = (meta, phi, jax.eval_shape(inner.init, meta, phi), phi)
@@ -524,11 +524,25 @@ def _check_update(inner: InnerOptimizer, meta: Params) -> None:
         odd = checks.mismatch(new, old)
         if odd is not None:
             raise ValueError(f"the inner optimiser's update must keep the form of its {what}: {odd}")
+    if inner.mask is not None and _reads_beyond_mask(inner, given):
+        raise ValueError("the inner optimiser's update reads or follows the gradient of leaves that its mask leaves out")
     if inner.learned:
         return
     marks = (jax.tree.map(lambda _: True, meta), *jax.tree.map(lambda _: False, given[1:]))
     if any(jax.tree.leaves(marks_of(inner.update, marks, *given))):
         raise ValueError("the inner optimiser's update reads meta: make it InnerOptimizer(..., learned=True)")
+
+
+def _reads_beyond_mask(inner: InnerOptimizer, given: tuple[PyTree, ...]) -> bool:
+    """Whether gradients of leaves that do not adapt reach anything, or any gradient reaches these leaves."""
+    nothing = jax.tree.map(lambda _: False, given)
+
+    def reached(gradient: Mask) -> tuple[PyTree, PyTree]:
+        return marks_of(inner.update, (nothing[0], gradient, *nothing[2:]), *given)
+
+    fixed = jax.tree.map(lambda adapts: not adapts, inner.mask)
+    moved, _ = reached(jax.tree.map(lambda _: True, fixed))
+    return any(jax.tree.leaves((reached(fixed), jax.tree.map(lambda move, still: move and still, moved, fixed))))
 
 
 def _starts_from(inner: InnerOptimizer, meta: Params) -> bool:

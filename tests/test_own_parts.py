@@ -167,6 +167,26 @@ def test_inner_optimisers(update, words):
         assert "\n" not in str(error.value)
 
 
+def test_an_inner_optimiser_keeps_to_its_mask():
+    mask, point = {"a": False, "b": True}, {"a": jnp.array(0.7), "b": jnp.array(0.4)}
+
+    def made(update):
+        return meta.exact(InnerOptimizer(lambda m: m, lambda m, phi: (), update, mask=mask), steps=2)
+
+    def of_pair(p, batch):
+        return (p["a"] * p["b"] - batch) ** 2 + p["a"] ** 2 * p["b"] ** 4
+
+    moves_all = made(lambda m, g, s, phi: (jax.tree.map(lambda p, d: p - 0.1 * d, phi, g), s))
+    reads_all = made(lambda m, g, s, phi: ({"a": phi["a"], "b": phi["b"] - 0.1 * (g["a"] + g["b"])}, s))
+    for estimate in (moves_all, reads_all):
+        with pytest.raises(ValueError, match="gradient of leaves that its mask leaves out"):
+            estimate(of_pair, point, jnp.array(0.3), jnp.array(1.0))
+    keeps = made(lambda m, g, s, phi: ({"a": phi["a"], "b": phi["b"] - 0.1 * g["b"]}, s))
+    stock = meta.exact(meta.sgd(0.1, mask=mask), steps=2)
+    found = [estimate(of_pair, point, jnp.array(0.3), jnp.array(1.0)).gradient for estimate in (keeps, stock)]
+    assert problems.distance(*found) < 1e-12
+
+
 def test_reptile_starts_at_the_meta_parameters():
     for start in (jnp.tanh, lambda m: jnp.concatenate([m, m])):
         inner = InnerOptimizer(start, lambda m, phi: (), lambda m, g, s, phi: (phi - 0.1 * g, s))

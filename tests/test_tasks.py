@@ -345,7 +345,7 @@ def test_a_method_of_more_than_the_tasks_variables_has_no_loss_where_it_is_opaqu
 BAD = {
     "targets of another length": (
         lambda: _begin(token_task(), {"tokens": np.zeros((8, 5), int)}, np.zeros((8, 4), int), num_classes=VOCABULARY),
-        "takes integer labels .* targets int32\\[1, 4\\] and outputs \\(1, 5, 7\\)",
+        "takes integer labels .* targets int32\\[1, 4\\] and outputs float64\\[1, 5, 7\\]",
     ),
     "regression of another shape": (
         lambda: _begin(regression_task(), np.zeros((8, 3)), np.zeros(8), num_classes=0),

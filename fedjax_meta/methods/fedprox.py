@@ -39,16 +39,19 @@ def fedprox(
     finetune_epochs: int = 0,
     finetune_lr: Rate | None = None,
     finetune: masks.MaskSpec = "all",
+    finetune_full_batch: bool = False,
+    new_client_epochs: int | None = None,
     optimizer: Callable[[Any], optax.GradientTransformation] = optax.sgd,
     personal: masks.MaskSpec = "none",
+    weighting: str = "samples",
 ) -> Method:
     """FedProx. All clients, known or new, test as in `fedavg`: with the server's model and their own personal leaves, if there
     are any, after fine-tuning if there is any.
 
     Args:
-      task, lr, epochs, batch_size, optimizer, personal: as in `fedavg`.
+      task, lr, epochs, batch_size, optimizer, personal, weighting: as in `fedavg`.
       prox_weight: mu >= 0; may be traced.
-      finetune_epochs, finetune_lr, finetune: as in `fedavg`, without the proximal term.
+      finetune_epochs, finetune_lr, finetune, finetune_full_batch, new_client_epochs: as in `fedavg`, without the proximal term.
 
     Raises:
       ValueError: an option out of range.
@@ -58,10 +61,13 @@ def fedprox(
         finetune_epochs=finetune_epochs,
         finetune_lr=finetune_lr,
         finetune=finetune,
+        finetune_full_batch=finetune_full_batch,
+        new_client_epochs=new_client_epochs,
         lr=lr,
         batch_size=batch_size,
         optimizer=optimizer,
         personal=personal,
+        weighting=weighting,
     )
     trainable = task.trainable(masks.variables_shape(task))
 
@@ -74,6 +80,8 @@ def fedprox(
     return dataclasses.replace(base, client=client)
 
 
+_OWN = {"personal": "head", "new_client_epochs": 2, "weighting": "uniform"}
+
 REDUCES_TO = (
     Reduction("FedProx with mu = 0 is FedAvg", "fedprox", {"prox_weight": 0.0}, "fedavg", {}),
     Reduction(
@@ -82,5 +90,12 @@ REDUCES_TO = (
         {"prox_weight": 0.0, "finetune_epochs": 2, "finetune": "head"},
         "fedavg",
         {"finetune_epochs": 2, "finetune": "head"},
+    ),
+    Reduction(
+        "FedProx with mu = 0 and heads of its clients' own is FedAvg with such heads",
+        "fedprox",
+        {"prox_weight": 0.0, **_OWN},
+        "fedavg",
+        _OWN,
     ),
 )

@@ -59,6 +59,7 @@ def moon(
     batch_size: int = 64,
     optimizer: Callable[[Any], optax.GradientTransformation] = momentum_with_decay,
     finetune_epochs: int = 0,
+    finetune_lr: Rate | None = None,
     finetune: masks.MaskSpec = "all",
     weighting: str = "samples",
 ) -> Method:
@@ -68,7 +69,7 @@ def moon(
       task: a classifier with features; for the paper's model, `features.with_projection(task, ...)`.
       contrast_weight: mu >= 0; 0 is FedAvg.
       temperature: tau > 0.
-      lr, epochs, batch_size, optimizer, finetune_epochs, finetune, weighting: as in `fedavg`.
+      lr, epochs, batch_size, optimizer, finetune_epochs, finetune_lr, finetune, weighting: as in `fedavg`.
 
     Raises:
       ValueError: a task without features or with an opaque loss, an option out of range.
@@ -84,6 +85,7 @@ def moon(
         batch_size=batch_size,
         optimizer=optimizer,
         finetune_epochs=finetune_epochs,
+        finetune_lr=finetune_lr,
         finetune=finetune,
         weighting=weighting,
     )

@@ -43,6 +43,7 @@ def scaffold(
     batch_size: int = 32,
     control: str = "path",
     finetune_epochs: int = 0,
+    finetune_lr: Rate | None = None,
     finetune: masks.MaskSpec = "all",
 ) -> Method:
     """SCAFFOLD. All clients, known or new, test with the server's model, after fine-tuning if there is any.
@@ -50,7 +51,7 @@ def scaffold(
     Local training is plain SGD and clients count equally: only then do the control variates average gradients.
 
     Args:
-      task, lr, epochs, batch_size, finetune_epochs, finetune: as in `fedavg`.
+      task, lr, epochs, batch_size, finetune_epochs, finetune_lr, finetune: as in `fedavg`.
       control: how a client renews its control variate: "path", from the distance that it moved (option II), or "gradient", the
         full gradient at the server's model (option I).
 
@@ -58,7 +59,15 @@ def scaffold(
       ValueError: an option out of range.
     """
     checks.one_of("control", control, ("path", "gradient"))
-    base = fedavg(task, lr=lr, batch_size=batch_size, finetune_epochs=finetune_epochs, finetune=finetune, weighting="uniform")
+    base = fedavg(
+        task,
+        lr=lr,
+        batch_size=batch_size,
+        finetune_epochs=finetune_epochs,
+        finetune_lr=finetune_lr,
+        finetune=finetune,
+        weighting="uniform",
+    )
     trainable = task.trainable(masks.variables_shape(task))
 
     def corrected(correction: Updates) -> optax.GradientTransformation:

@@ -59,10 +59,10 @@ def by_client(
     attack, members = found
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
     if attack.lie is not None:
-        reference = _before(setting, message, before, received.model, given)
+        reference = _references(setting, message, before, received.model, given)
         attacks = _of(members, id_)
         lie = partial(attack.alone, tagged(key, "attack"), attacks)
-        message = _told(setting, lie, lambda leaf: attacks, message, reference)
+        message = _falsified(setting, lie, lambda leaf: attacks, message, reference)
     own = masks.split(received.model, setting.personal)[0] if setting.federation.average_personal else ()
     return message, message.read if attack.conspire is None else (message.read, before, own)
 
@@ -84,7 +84,7 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
         model = given.model
         if setting.federation.average_personal:
             model = masks.merge(mine, masks.split(model, setting.personal)[1])
-        found = _before(setting, of_one, (), model, given)
+        found = _references(setting, of_one, (), model, given)
         return found._replace(upload=stale.scaled(setting, state.model, given.model, found.upload, weight))
 
     if setting.federation.average_personal or setting.asynchronous is not None:
@@ -94,7 +94,7 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
     reference = reference._replace(read=before)
     attacks = _of(members, ids)
     lie = partial(attack.together, attacks, outputs.returned)
-    message = _told(setting, lie, partial(along, attacks), message, reference, each=jax.vmap)
+    message = _falsified(setting, lie, partial(along, attacks), message, reference, each=jax.vmap)
     sent = (*message.upload, message.measured)
     return outputs._replace(upload=(sent, weights), stacked=message.stacked, read=message.read)
 
@@ -126,7 +126,7 @@ def _of(members: np.ndarray, ids: jax.Array) -> jax.Array:
     return jnp.asarray(members)[ids] & (ids >= 0)
 
 
-def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, given: State) -> Message:
+def _references(setting: Setting, message: Message, read: PyTree, model: PyTree, given: State) -> Message:
     """The message of a client that changes nothing: 0 for changes and statistics, and the numbers that it began with, `model`.
 
     Averaged personal leaves begin with the client's own, not with those that it was `given`.
@@ -144,7 +144,7 @@ def _before(setting: Setting, message: Message, read: PyTree, model: PyTree, giv
     return Message((masks.merge(moving, held), statistics), zeros(message.measured), zeros(message.stacked), read)
 
 
-def _told(
+def _falsified(
     setting: Setting,
     lie: Callable[[Message, Message], Message],
     attacks: Callable[[jax.Array], jax.Array],

@@ -26,7 +26,7 @@ def client_round(
 ) -> ClientUpdate:
     """What the engine runs for each client.
 
-    1. `_fate`: what it trains on, whether it works at all, whether its upload arrives.
+    1. `_participation`: what it trains on, whether it works at all, whether its upload arrives.
     2. `receive`: what it starts from. Then the method's rule trains, and `_check_trained` looks at what it returned.
     3. `weights_of`, `upload_of`: what it would send. The upload transformations change that.
     4. `_broken`: a client whose result is not finite takes no part.
@@ -34,7 +34,7 @@ def client_round(
     6. `_added_up`: what it adds to the sum over the cohort, after its attack if it is an attacker and with its staleness weight.
     """
     state, data = context.state, context.data
-    client, works, arrives = _fate(setting, key, id_, drawn.position, data)
+    client, works, arrives = _participation(setting, key, id_, drawn.position, data)
     given, stale_weight = stale.given(setting, context, id_)
     received = receive(setting, key, given, drawn.seen, kept, data.total_clients, tagged(context.key, "shared"))
     trained = train(setting, key, received, client)
@@ -64,7 +64,9 @@ def client_round(
     return ClientUpdate(sums, after, jax.tree.map(jnp.asarray, outputs))
 
 
-def _fate(setting: Setting, key: Key, id_: jax.Array, position: jax.Array, data: FederatedData) -> tuple[ClientData, Any, Any]:
+def _participation(
+    setting: Setting, key: Key, id_: jax.Array, position: jax.Array, data: FederatedData
+) -> tuple[ClientData, Any, Any]:
     """(what the client trains on, whether it works at all, whether its upload would arrive)."""
     client, works, arrives = data.client(jnp.where(id_ < 0, -1, position)), id_ >= 0, True
     if setting.federation.participation is not None:

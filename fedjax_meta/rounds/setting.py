@@ -179,8 +179,9 @@ class Setting:
     def carries(self, upload: PyTree) -> PyTree:
         """Which numbers of `sent` are increments, bools: what is left out of them is lost unless the next upload has it.
 
-        Buffers, own leaves that are averaged and renewed statistics are values: the next upload has what was left out anyway. So
-        it has where statistics are changes of a memory that follows what was sent. Amounts of two uploads do not add up.
+        Buffers, own leaves that are averaged and renewed statistics are values: the next upload has what was left out anyway.
+        So it has where statistics are changes of a memory that follows what was sent. The amounts that a sum is divided by
+        (numbers of samples or of steps) are no increments either: those of two rounds must not be added up.
         """
         part, statistics = self.sent(upload)
         increments = masks.merge(

@@ -69,7 +69,7 @@ class Package:
         return found
 
     def said(self, part: Part) -> str:
-        """The lines of a part without docstrings, comments and empty lines; imports of a gathering file say nothing."""
+        """The lines of a part without docstrings, comments and empty lines, and without the imports of a gathering file."""
         text = self._text(part.path)
         if part.name is None:
             return code_of(text)
