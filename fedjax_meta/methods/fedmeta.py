@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_meta import checks, local, masks, meta
@@ -193,16 +194,19 @@ class _FedMeta:
             moved = optax.apply_updates(parameters, updates)
             return moved, slots, readings(result.info, query is not None), (result.adapted, result.gradient)
 
+        # Jitted by itself, a step is traced once for both its shapes and the loop.
+        step = jax.jit(meta_step, inline=True)
+
         def next_step(t: Any, carry: Any) -> Any:
             parameters, slots, total, _ = carry
-            parameters, slots, read, last = meta_step(t, parameters, slots)
+            parameters, slots, read, last = step(jnp.asarray(t, jnp.int32), parameters, slots)
             return parameters, slots, jax.tree.map(jnp.add, total, read), last
 
         if self.meta_steps == 1:
             # One step needs no loop, and XLA then fuses it with what surrounds it.
             moved, slots, total, (adapted, gradient) = meta_step(0, parameters, slots)
         else:
-            read, last = optax.tree.zeros_like(jax.eval_shape(meta_step, 0, parameters, slots)[2:])
+            read, last = optax.tree.zeros_like(jax.eval_shape(step, np.int32(0), parameters, slots)[2:])
             carry = (parameters, slots, read, last)
             moved, slots, total, (adapted, gradient) = jax.lax.fori_loop(0, self.meta_steps, next_step, carry)
         trained = masks.merge(moved, self.moved_buffers(key, adapted, buffers, data))
