@@ -77,8 +77,8 @@ def feddyn(
             if clip is None:
                 return jax.tree.map(lambda g, m, w, w0: g + mine * (m + w - w0), gradient, received.memory, theta, start)
             linear = jax.tree.map(lambda g, m, w0: g + mine * (m - w0), gradient, received.memory, start)
-            shrink = jnp.minimum(1, clip / jnp.maximum(optax.tree.norm(linear), jnp.finfo(float).tiny))
-            clipped = optax.tree.scale(shrink, linear)
+            linear = jax.tree.map(lambda g: g.astype(jnp.result_type(g, clip)), linear)  # optax mixes no types
+            clipped = optax.clip_by_global_norm(clip).update(linear, optax.EmptyState())[0]
             return jax.tree.map(lambda g, w: g + mine * w, clipped, theta)
 
         step, passes = optax.chain(optax.stateless(bend), optimizer(lr)), {"epochs": epochs, "batch_size": batch_size}

@@ -69,8 +69,8 @@ def imaml(
     The Hessian is that of the support view, taken once, however many passes the inner loop makes.
 
     Each round reports how the linear systems fared: the metrics `cg_steps`, `residual` and `negative_curvature`, which is 1 for
-    clients whose I + H / lambda is not positive. There the solver stops early, and the gradient may be no better than that of the
-    query loss alone. A larger `prox_weight`, or `damping`, makes the systems positive.
+    clients whose I + H / lambda is not positive. There the solver stops early, unless `negative_curvature="continue"`, and the
+    gradient may be no better than that of the query loss alone. A larger `prox_weight`, or `damping`, makes the systems positive.
 
     Every client adapts to its support set before it predicts, pulled back to its starting point by `test_prox_weight`. A
     client that never took part starts from the server's model; where leaves are personal, see `fedmeta`.
