@@ -171,7 +171,8 @@ def _reached(study: Study, outcome: Outcome) -> list[str]:
 def _unsolved(outcome: Outcome) -> list[str]:
     """How often the linear systems of implicit gradients had no certain solution, where that happened."""
     percent = report.negative_curvature([row for trial in outcome.final for row in trial.rows])
-    return [f"negative curvature in {percent:.0f} % of its linear systems (a larger prox_weight or damping helps)"] if percent >= 0.5 else []
+    words = f"negative curvature in {percent:.0f} % of its linear systems (a larger prox_weight or damping helps)"
+    return [words] if percent >= 0.5 else []
 
 
 class ByClient(NamedTuple):
