@@ -1,4 +1,4 @@
-"""What methods with several models at the server share: the loss of each on a client's samples, and how many there may be."""
+"""What methods with several models at the server share: the loss of each on a client's samples, metrics, and a check."""
 
 from typing import Any
 
@@ -25,6 +25,15 @@ def losses(task: Task, key: Key, models: PyTree, view: ClientView, needed: Any =
 
     each = loops.fori_loop(whole.steps, step, jnp.zeros(len(jax.tree.leaves(models)[0])))
     return jnp.where(jnp.isnan(each), jnp.inf, each)
+
+
+def shares(membership: jax.Array) -> dict[str, jax.Array]:
+    """A client's metrics `cluster_0` to `cluster_<M-1>`, whose means over a cohort are the shares of its clients by cluster.
+
+    Args:
+      membership: `[M]`, 1 for the cluster that the client trained and 0 for the others.
+    """
+    return {f"cluster_{m}": of_one for m, of_one in enumerate(membership)}
 
 
 def check_clusters(name: str, clusters: int, model: PyTree, data: FederatedData) -> PyTree:

@@ -28,7 +28,7 @@ from jax.flatten_util import ravel_pytree
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.algorithm import State
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.clusters import check_clusters, losses
+from fedjax_meta.clusters import check_clusters, losses, shares
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
@@ -169,7 +169,8 @@ def cfl(
         model, loss = local.train_epochs(key, task.loss, start, data["train"], optimizer(lr), everything, **passes)
         models = jax.tree.map(lambda all_, one: all_.at[cluster].set(one), received.model, model)
         update = ravel_pytree(optax.tree.sub(model, start))[0]
-        metrics, membership = {"loss": loss, "cluster": cluster}, jax.nn.one_hot(cluster, clusters)
+        membership = jax.nn.one_hot(cluster, clusters)
+        metrics = {"loss": loss, **shares(membership)}
         return Trained(models, metrics, memory=Place(cluster, parent), statistics=membership, stacked=update)
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree]:

@@ -26,7 +26,7 @@ import optax
 
 from fedjax_meta import checks, features, local, masks
 from fedjax_meta.builders import described, method_builder
-from fedjax_meta.clusters import check_clusters, losses
+from fedjax_meta.clusters import check_clusters, losses, shares
 from fedjax_meta.contract import Method, Received, Reduction, Trained
 from fedjax_meta.data import ClientData, ClientView
 from fedjax_meta.keys import tagged
@@ -74,7 +74,7 @@ def ifca(
         model, loss = local.train_epochs(key, task.loss, start, data["train"], optimizer(lr), everything, **passes)
         models = jax.tree.map(lambda all_, one: all_.at[nearest].set(one), received.model, model)
         membership = jax.nn.one_hot(nearest, clusters)
-        return Trained(models, {"loss": loss, "cluster": nearest}, memory=nearest, statistics=membership)
+        return Trained(models, {"loss": loss, **shares(membership)}, memory=nearest, statistics=membership)
 
     def personalize(key: Key, received: Received, support: ClientView) -> Variables:
         chosen = nearest_to(key, received.model, support, ~received.seen)
