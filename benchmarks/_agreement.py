@@ -144,10 +144,12 @@ def image_batch(name: str, rows: int) -> Batch:
 
 
 def _difference(expected: Any, found: Any) -> float:
-    """The largest difference over all leaves, relative to the largest number of the leaf."""
+    """The largest difference over all leaves, relative to the largest number of the leaf; NaN where numbers are not finite."""
 
     def gap(a: Any, b: Any) -> float:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30)
+        with np.errstate(invalid="ignore"):
+            return np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-30)
 
-    return float(max(jax.tree.leaves(jax.tree.map(gap, expected, found)), default=0.0))
+    # Not `max`, which drops a NaN that is not the first.
+    return float(np.max(jax.tree.leaves(jax.tree.map(gap, expected, found)), initial=0.0))

@@ -114,7 +114,7 @@ def run(peer: str, case: str, rounds: int, threads: int, on_round: Callable[[int
                     parameter.copy_(value)
             if not work.test_every:
                 on_round(number)
-            elif number == 1 or number % work.test_every == 0:
+            elif number in (1, rounds) or number % work.test_every == 0:
                 _tests(work, samples, net)
                 on_round(number)
 

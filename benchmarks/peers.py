@@ -176,7 +176,7 @@ def differences(name: str, peers: list[str], folder: str) -> dict[str, float | s
             worker.round()
             worker.stop()
             with np.load(f"{file}.{peer}.npz") as got:
-                found[peer] = float(max(np.max(np.abs(got[leaf] - value)) for leaf, value in expected.items()))
+                found[peer] = float(np.max([np.max(np.abs(got[leaf] - value)) for leaf, value in expected.items()]))
         except RuntimeError as error:
             worker.end()
             found[peer] = str(error)

@@ -66,10 +66,9 @@ class Run:
           scale: factor by which times are multiplied.
         """
         key = jax.random.key(0)
-        state = algorithm.init(key, data)
-        places = jax.tree.map(lambda leaf: leaf.sharding, state)
-        # Two leaves of an initial state may be the same array, which cannot be donated twice; the copy separates them.
-        self._state = jax.device_put(state, places, may_alias=False)
+        # Leaves that a program returns are arrays of their own, which may be donated.
+        self._state = jax.jit(algorithm.init)(key, data)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self._state)
         self._unit = scale / rounds
         self._rest = placement.place_shared((data, key, np.int32(rounds)), places.round)
 
@@ -303,9 +302,13 @@ def main(
                 rows = checkpoint_rows(max_clients, repeats)
             else:
                 cases = {"cohort": lambda: cohort_cases(max_cohort), "population": lambda: population_cases(max_clients)}
-                runs = {point: build() for point, build in cases.get(name, skew_cases)().items()}
+                runs, peaks = {}, {}
+                for point, build in cases.get(name, skew_cases)().items():
+                    runs[point] = build()
+                    runs[point]()
+                    peaks[point] = peak_bytes()  # of the process so far, in which the points before are still there
                 times = interleaved(runs, repeats=repeats if name != "skew" else 3)
-                rows = {point: run.row(times[point]) for point, run in runs.items()}
+                rows = {point: run.row(times[point]) | {"peak_bytes": peaks[point]} for point, run in runs.items()}
         for point, row in rows.items():
             peak = row.setdefault("peak_bytes", peak_bytes())
             against = base(name, point, next(iter(rows)))

@@ -57,7 +57,10 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each run.")] = 50,
     samples: Annotated[
-        int | None, typer.Option(min=40, help="Images per client; by default those of W1.", show_default=False)
+        int | None,
+        typer.Option(
+            min=40, max=WORKLOADS["W1"].samples, help="Images per client; by default those of W1.", show_default=False
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="File to append the rows to, as JSON lines.", show_default=False)] = None,
 ) -> None:
@@ -81,7 +84,7 @@ def main(
         results[name] = (total, running, final)
         console.print(f"{name}: {total:.1f} s in all, {running:.1f} s without compilation")
     (alone, alone_running, first), (swept, swept_running, second) = results["one by one"], results["sweep"]
-    apart = max(float(np.max(np.abs(a - b))) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
+    apart = float(np.max(jax.tree.leaves(jax.tree.map(lambda a, b: np.max(np.abs(a - b)), first, second))))
     console.print(
         f"the sweep takes {100 * swept / alone:.0f} % of the time, {100 * swept_running / alone_running:.0f} % without "
         f"compilation; parameters differ by at most {apart:.1e}"

@@ -22,7 +22,7 @@ from fedjax_meta.study import Study, compare, load
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.system import System
 from fedjax_meta.study.targets import curve
-from fedjax_meta.study.tuning import Trial
+from fedjax_meta.study.tuning import Trial, points_of
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -96,19 +96,22 @@ def row(title: str, trials: Sequence[Trial], traffic: costs.Traffic, time: costs
     return Row(title, curves, spread, trained, traffic, time, [len(line) for line in lines])
 
 
-def cost(study: Study, name: str, clients: Clients) -> tuple[costs.Traffic, costs.RoundTime]:
-    """Bytes of a client in a round, and a round on the testbed.
+def cost(
+    study: Study, name: str, clients: Clients, point: Mapping[str, float] | None = None
+) -> tuple[costs.Traffic, costs.RoundTime]:
+    """Bytes of a client in a round, and a round on the testbed, at this point of the system's grid or the first one.
 
     Raises:
       ValueError: a method of which it is not known how many gradients a round takes.
     """
-    return cost_of(study.system(name, next(iter(study.scenarios))), name, clients)
+    system = study.system(name, next(iter(study.scenarios)))
+    return cost_of(system, name, clients, points_of(system)[0] if point is None else point)
 
 
-def cost_of(system: System, name: str, clients: Clients) -> tuple[costs.Traffic, costs.RoundTime]:
+def cost_of(system: System, name: str, clients: Clients, point: Mapping[str, float]) -> tuple[costs.Traffic, costs.RoundTime]:
     """`cost` of a system by itself."""
     checks.one_of("method with a known number of local steps", system.method, STEPS)
-    algorithm = system.build(clients)
+    algorithm = system.build(clients, **point)
     steps = algorithm.config[STEPS[system.method]]
     if steps is None:
         raise ValueError(f"{name}: give it {STEPS[system.method]}, the local steps of a round")
@@ -202,7 +205,10 @@ def targets(
         (place,) = study.scenarios.values()
         clients = place.build(data_dir)
         names = {study.title_of(name): name for name in study.systems}
-        rows = {names[one.title]: row(one.title, one.trials, *cost(study, names[one.title], clients)) for one in found}
+        rows = {}
+        for one in found:
+            of_round = cost(study, names[one.title], clients, one.trials[0].numbers)
+            rows[names[one.title]] = row(one.title, one.trials, *of_round)
         headings, lines = table(rows, goals)
         process.console.print(report.rich_table(f"{study.title}: {clients.title}", headings, lines))
         many = len(study.seeds) > 1
@@ -341,7 +347,7 @@ def testbed(
         fl = study.system("fedavg-FL", next(iter(study.scenarios)))
         # A client that keeps all of its model sends nothing: independent learning.
         alone = dataclasses.replace(fl, options={**fl.options, "private": "all"})
-        found = {"Independent": cost_of(alone, "independent", clients)}
+        found = {"Independent": cost_of(alone, "independent", clients, {})}
         found |= {study.title_of(name): cost(study, name, clients) for name in study.systems}
         lines = []
         for title, (traffic, time) in found.items():

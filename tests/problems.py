@@ -131,6 +131,6 @@ def at(tree, places):
 
 
 def distance(a, b) -> float:
-    """Largest absolute difference between two trees."""
+    """Largest absolute difference between two trees; NaN where one of them has a NaN."""
     gaps = jax.tree.map(lambda x, y: np.max(np.abs(np.asarray(x, float) - np.asarray(y, float)), initial=0), a, b)
-    return float(max(jax.tree.leaves(gaps), default=0))
+    return float(np.max(jax.tree.leaves(gaps), initial=0))

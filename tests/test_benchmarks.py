@@ -13,6 +13,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the benchmarks import each other from their folder
 
+import _agreement
 import accelerator
 import check
 import model_forms
@@ -195,6 +196,30 @@ def test_the_second_head_of_fedrod_learns_from_every_sample():
         **dict.fromkeys(systems.Costs._fields, 0) | {"samples": 100, "steps": 2, "epochs": 3, "head_size": 7}
     )
     assert systems.SYSTEMS["fedrod"].flops(parts) == 3 * 100 * 3 * 2 * 7
+
+
+def test_the_table_of_costs_is_that_of_the_rows():
+    """docs/results.md: what a round costs, in FedAvg's."""
+    text = (Path(__file__).parents[1] / "docs" / "results.md").read_text(encoding="utf-8")
+    table = text.partition("**Cost of a round relative to FedAvg's**")[2].partition("\n\n")[2].splitlines()[2:]
+    shown = {
+        cells[1].strip(" ").partition(",")[0].lower(): [*map(float, cells[2:4])]
+        for line in table
+        if (cells := line.split("|"))[1:]
+    }
+    rows = {row["case"]: row for row in read_rows([check.RESULTS / "cpu.jsonl"]) if row["benchmark"] == "systems"}
+    assert len(shown) >= 7
+    for name, numbers in shown.items():
+        assert numbers == [round(rows[name]["ratio"], 2), round(rows[name]["arithmetic"], 2)], name
+
+
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_a_comparison_of_numbers_sees_what_is_not_finite(place):
+    """Python's `max` drops a NaN that is not the first."""
+    one = {"a": np.ones(2), "b": np.ones(2)}
+    assert _agreement._difference(one, {**one, "b": np.array([1.0, 0.5])}) == 0.5
+    assert np.isnan(_agreement._difference(one, one | {place: np.array([1.0, np.nan])}))
+    assert not np.isfinite(_agreement._difference(one | {place: np.array([1.0, np.inf])}, one))
 
 
 # Compiling.

@@ -126,9 +126,10 @@ def _by(numbered: Sequence[tuple[Tested, int]]) -> Scores:
 
 
 def _means(of_numbers: Mapping[int, Mapping[int, float]], kind: report.Kind) -> dict[int, float]:
-    """Means over seeds, larger ones better."""
+    """Means over seeds, larger ones better; without those that are not finite."""
     sign = 1 if kind.higher_is_better else -1
-    return {number: sign * float(np.mean(list(by_seed.values()))) for number, by_seed in of_numbers.items()}
+    means = {number: sign * float(np.mean(list(by_seed.values()))) for number, by_seed in of_numbers.items()}
+    return {number: mean for number, mean in means.items() if np.isfinite(mean)}
 
 
 def _row(
@@ -141,8 +142,7 @@ def _row(
     ends: Collection[str],
 ) -> list[str]:
     def best(names: Sequence[str]) -> str:
-        means = {name: _means(samples[name], kind)[number] for name in names if number in samples[name]}
-        means = {name: mean for name, mean in means.items() if np.isfinite(mean)}
+        means = {name: found[number] for name in names if number in (found := _means(samples[name], kind))}
         top = max(means, key=lambda name: means[name], default="")
         return f"{_marked(top, ends)} {kind.text(abs(means[top]))}" if means else ""
 
@@ -198,13 +198,13 @@ def _fine_tuning(
 
 def _own_best(scenario: str, passes: Scores, kind: report.Kind) -> list[tuple[str, dict[int, int]]]:
     """How many systems need how many passes."""
-    least = [_first(_means(of_numbers, kind)) for of_numbers in passes.values()]
+    least = [_first(means) for of_numbers in passes.values() if (means := _means(of_numbers, kind))]
     return [(scenario, {number: least.count(number) for number in sorted(set(least))})] if least else []
 
 
 def _first(means: Mapping[int, float]) -> int:
     """The least number whose mean is near the best one."""
-    return next(number for number, mean in means.items() if not mean < max(means.values()) - CLOSE)
+    return next(number for number, mean in means.items() if mean >= max(means.values()) - CLOSE)
 
 
 def _enough(scenario: str, samples: Scores, passes: Scores, kind: report.Kind) -> Iterator[list[str]]:
@@ -212,10 +212,11 @@ def _enough(scenario: str, samples: Scores, passes: Scores, kind: report.Kind) -
     alone = _means(samples[LOCAL], kind) if LOCAL in samples else {}
     for system, of_numbers in samples.items():
         means = _means(of_numbers, kind)
-        if len(set(means.values())) == 1 and system not in passes:
+        by_passes = _means(passes.get(system, {}), kind)
+        if not means or (len(set(means.values())) == 1 and not by_passes):
             continue
         last = [number for number in means if number in alone and not means[number] > alone[number]]
         above = [number for number in means if number in alone and (not last or _in_order(number) > _in_order(last[-1]))]
         beats = "" if system == LOCAL or not alone else str(above[0] or "all") if above else "never"
-        of_passes = str(_first(_means(passes[system], kind))) if system in passes else ""
+        of_passes = str(_first(by_passes)) if by_passes else ""
         yield [scenario, system, of_passes, str(_first(means) or "all"), beats]

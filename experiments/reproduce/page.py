@@ -195,7 +195,8 @@ def _against(
         word = by_score[scores[0]][system]
         off = found[system, scores[0]].mean - given[scores[0]] if (system, scores[0]) in found else math.nan
         distance = "" if word == WITHIN or math.isnan(off) else f", {off:+.2f} points"
-        cause = f": {run.causes.get(system, 'cause unknown')}" if word in (ORDER, NOT) else ""
+        told = run.causes.get(system, "" if word == ONE else "cause unknown") if word in (ORDER, NOT, ONE) else ""
+        cause = f": {told}" if told else ""
         table.append([*cells, f"{_in_words([by_score[score][system] for score in scores], distance)}{cause}"])
     headings = ["system", *(HEADINGS[score] for score in scores), "verdict"]
     return [report.markdown_table(headings, table)], by_score

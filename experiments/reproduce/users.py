@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_meta import metrics
+
 LAST, DEVIATION, ROUNDS = "user_accuracy", "user_accuracy_std", "rounds to "
 """Names of scores in extracts; the last one is followed by the target in percent."""
 
@@ -37,8 +39,9 @@ def extract(trials: Sequence[Mapping[str, Any]], targets: Sequence[float]) -> di
         for name in (LAST, DEVIATION)
     }
     for target in targets:
-        hits = [np.flatnonzero(100 * curve >= target) for curve in curves]
-        found[f"{ROUNDS}{target:g}"] = [int(hit[0]) + 1 if hit.size else None for hit in hits]
+        # A run that diverged in its first round has an empty curve, and NaN reaches nothing.
+        hits = [metrics.rounds_to_target(np.append(curve, np.nan), target / 100) for curve in curves]
+        found[f"{ROUNDS}{target:g}"] = [hit.rounds[0] for hit in hits]
     return found
 
 

@@ -31,9 +31,8 @@ class Measured(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Deviation of one run with one order; NaN where nothing is known of it."""
-        known = [value for value in (self.seeds, self.orders) if not math.isnan(value)]
-        return math.hypot(*known) if known else math.nan
+        """Deviation of one run with one order; NaN for one seed, whose orders say nothing of what another seed would give."""
+        return math.hypot(self.seeds, _or_0(self.orders))
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
@@ -62,9 +61,8 @@ def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> d
 
     Returns:
       By system: `WITHIN` if the published number is within two deviations of one run; else `ORDER` if each other system that
-      was run stands on the published side of this one; else `NOT`. Published numbers that are closer to each other than two
-      deviations have no order. `ONE` if nothing is known of the spread, so that no distance can be judged; `UNRUN` if it was not
-      run.
+      was run and has a number stands on the published side of this one; else `NOT`. Published numbers that are closer to each
+      other than two deviations have no order. `ONE` for one seed, so that no distance can be judged; `UNRUN` if it was not run.
     """
     told = {}
     for system, value in published.items():
@@ -78,7 +76,7 @@ def verdicts(published: Mapping[str, float], found: Mapping[str, Measured]) -> d
         if abs(mine.mean - value) <= 2 * mine.spread:
             told[system] = WITHIN
             continue
-        others = [other for other in published if other in found and other != system]
+        others = [name for name in published if name in found and name != system and not math.isnan(found[name].mean)]
         kept = all(
             abs(value - published[other]) <= 2 * math.hypot(_or_0(mine.spread), _or_0(found[other].spread))
             or (value - published[other]) * (mine.mean - found[other].mean) > 0

@@ -189,8 +189,10 @@ def test_the_optimiser_of_fedadam_is_the_authors():
     assert all(word in text for word in ("adaptive", "0.999", "0.0001"))
 
 
-def test_the_testbed_has_a_row_for_each_system():
-    shown = testing.CliRunner().invoke(tables.app, ["testbed", "--variant", "quick"], env={"COLUMNS": "200"})
+@pytest.mark.parametrize("variants", [["quick"], ["quick", "tuned"]], ids=" ".join)
+def test_the_testbed_has_a_row_for_each_system(variants):
+    options = [word for name in variants for word in ("--variant", name)]
+    shown = testing.CliRunner().invoke(tables.app, ["testbed", *options], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
     assert shown.output.count("MTFL both") == 3 and "Modelled, not measured" in shown.output
     rows = [re.split(r"\s{2,}", line.strip()) for line in shown.output.splitlines()]

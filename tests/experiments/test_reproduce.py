@@ -361,11 +361,20 @@ def measured(mean, seeds=math.nan, orders=math.nan):
         ({"a": measured(85.0, 0.5), "b": measured(75.0, 0.5)}, {"a": "in order", "b": "in order"}),
         ({"a": measured(math.nan), "b": measured(75.0, 0.5)}, {"a": "not reproduced", "b": "not reproduced"}),
         ({"a": measured(90.0), "b": measured(80.0)}, {"a": "one run, no spread", "b": "one run, no spread"}),
+        # Orders of the labels say nothing of another seed.
+        ({"a": measured(90.0, orders=0.5), "b": measured(70.0, orders=0.5)}, dict.fromkeys("ab", "one run, no spread")),
         ({"b": measured(79.0, 0.1)}, {"a": "not run", "b": "not reproduced"}),
     ],
 )
 def test_verdicts(found, wanted):
     assert verdicts.verdicts({"a": 90.0, "b": 80.0}, found) == wanted
+
+
+def test_a_diverged_system_has_no_place_in_an_order():
+    published, found = {"a": 80.0, "b": 90.0, "c": 70.0}, {"a": measured(85.0, 1.0), "b": measured(95.0, 1.0)}
+    wanted = {"a": "in order", "b": "in order"}
+    assert verdicts.verdicts(published, found | {"c": measured(75.0, 1.0)}) == wanted | {"c": "in order"}
+    assert verdicts.verdicts(published, found | {"c": measured(math.nan)}) == wanted | {"c": "not reproduced"}
 
 
 @pytest.mark.parametrize(
@@ -467,9 +476,14 @@ def test_rounds_to_a_target_are_those_of_each_seed():
     assert headings[-1] == "rounds to 97.5 %"
     assert line == ["FL", "97.50 ±0.71", "15.00 ±7.07", "1.5 ±0.7", "never in 1 of 2 seeds"]
     assert users.extract([{"rows": [{"train": {"loss": [1.0]}}], "diverged": None}], [95]) == {}
+    # A mean of shares in single precision that is the target but for rounding.
+    assert 100 * np.float32(0.95).item() < 95 and users.extract([watched([0.5, np.float32(0.95).item()])], [95])[
+        "rounds to 95"
+    ] == [2]
     # From round 2 on, nothing counts.
     found = users.extract([watched([0.96, 0.98, 0.99, 0.99], diverged=2)], [95, 97.5])
     assert found == {"user_accuracy": [None], "user_accuracy_std": [None], "rounds to 95": [1], "rounds to 97.5": [None]}
+    assert users.extract([watched([0.96, 0.98], diverged=1)], [95])["rounds to 95"] == [None]
 
 
 def test_fewer_rounds_are_better_and_never_is_worst():
