@@ -107,7 +107,7 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     every: list[str] = []
     orders: list[str] = []
     if found is not None:
-        lines += [f"    {found['command']}", "", _facts(found), ""]
+        lines += [f"    {found['command']}", "", f"{_facts(found)}{_searched(study, found)}", ""]
     shown: set[tuple[str, str, str]] = set()
     for (scenario, clients, scores), numbers in published_tables(study).items():
         table, by_score = _against(run, study, rows, scenario, clients, scores, numbers)
@@ -137,6 +137,14 @@ def _facts(found: Mapping[str, Any]) -> str:
         names = (f"{system} on {scenario}" if several else system for scenario, system in part["rows"])
         others += f" {', '.join(names)}: {_source(part)}."
     return f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; {_source(found)}.{others}"
+
+
+def _searched(study: Study, found: Mapping[str, Any]) -> str:
+    """Of how many rounds trials were, where they were shorter than runs: what is best early need not be best at the end."""
+    rounds, seeds = study.tuning.rounds or study.rounds, len(study.tuning.seeds)
+    if rounds >= found["rounds"] or not any(row["chosen"] for row in found["rows"]):
+        return ""
+    return f" Rates and the like were chosen after {rounds} rounds, with {seeds} seed{'s' * (seeds > 1)}."
 
 
 def _source(part: Mapping[str, Any]) -> str:

@@ -107,7 +107,7 @@ PAPERS: dict[str, Callable[..., Protocol]] = {
 def _synthetic(
     *, model_spread: float = 1.0, data_spread: float = 1.0, spread: str = "variance", num_clients: int = 30, seed: int = 1
 ) -> Protocol:
-    """synthetic(δ, θ): how much the clients' models and inputs differ; no data set is needed."""
+    """synthetic(δ, θ): by θ, how much the clients' inputs differ; δ changes nothing, see `synthetic.synthetic`."""
     share = protocols.REPTILE_SUPPORT
     data = synthetic.synthetic(model_spread, data_spread, seed=seed, num_clients=num_clients, spread=spread, support=share)
     return Protocol(protocols.on_device(data), None, f"synthetic({model_spread:g}, {data_spread:g})", support=share)

@@ -32,8 +32,11 @@ def synthetic(
     Client i draws u ~ N(0, δ) and B ~ N(0, θ). Its model has entries W, b ~ N(u, 1), its centre has entries v ~ N(B, 1), its
     inputs are x ~ N(v, diag(j^-1.2)), and its labels are y = argmax(W x + b).
 
+    As it is published, δ has no effect: u adds u (sum_j x_j + 1) to every class alike, and the argmax stays. The clients' models
+    differ by their own draws around u, for every δ. Only θ makes clients more unlike.
+
     Args:
-      model_spread: δ, at least 0.
+      model_spread: δ, at least 0; changes no sample, see above.
       data_spread: θ, at least 0.
       seed: an integer or a NumPy generator.
       num_clients: N.

@@ -126,7 +126,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
         _check_tested(system, point, state, clients)
-    _check_defence(system.parts(clients, **points[0])[1], state.model, clients.train)
+        _check_defence(system.parts(clients, **point)[1], state.model, clients.train)
     if system.pooled and jax.tree.leaves((state.personal, state.memory)):
         raise ValueError("pooled needs a method whose clients keep nothing, e.g. fedavg")
     if system.pooled and view is not None:

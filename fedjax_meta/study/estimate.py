@@ -79,7 +79,8 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
     flops, seconds, compiled = (float(np.mean([one[i] for one in each])) for i in range(3))
     room = max(one[3] for one in each)
     members = max(trials, len(study.seeds))
-    cohort = len(np.asarray(algorithm.cohort(jax.random.key(0), 0, data.num_clients)))
+    # Places that Poisson sampling leaves empty take no FLOPs.
+    cohort = max(int(np.sum(np.asarray(algorithm.cohort(jax.random.key(0), 0, data.num_clients)) >= 0)), 1)
     return Estimate(
         shared=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
         personal=personal,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta import costs, sweeps
+from fedjax_meta import costs, schedules, sweeps
 from fedjax_meta.algorithm import Algorithm, State
 from fedjax_meta.attacks import stamped
 from fedjax_meta.contract import Method
@@ -298,8 +298,9 @@ class _Built:
 
 def passes(system: System, clients: Clients, data: FederatedData) -> float:
     """The share of the clients that a round asks: how many rounds of central training stand for one."""
-    _, federation = system.parts(clients, **points_of(system)[0])
-    return min(federation.cohort_size / data.num_clients, 1.0)
+    _, federation = dataclasses.replace(system, pooled=False).parts(clients, **points_of(system)[0])
+    sampled = federation.schedule
+    return sampled.rate if isinstance(sampled, schedules.Poisson) else min(federation.cohort_size / data.num_clients, 1.0)
 
 
 def _central(parts: Callable[..., tuple[Method, Federation]], **numbers: Any) -> tuple[Method, Federation]:

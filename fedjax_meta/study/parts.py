@@ -231,7 +231,9 @@ def _check(option: str, name: str, function: Callable[..., Any], options: Mappin
     checks.options(f"{option} {name}", options, inspect.signature(function).parameters, {}, error=ValueError)
 
 
-def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> dict[str, Any]:
+def told(
+    federation: Mapping[str, Any], *, attackers: float | None = None, cohort_sizes: Sequence[float] = ()
+) -> dict[str, Any]:
     """The options of a federation with what a scenario says of attackers.
 
     - An attack without `attackers` gets the share of the scenario.
@@ -241,9 +243,10 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> di
     Args:
       federation: as a study has them.
       attackers: share of the clients that attack, where the attack does not say it.
+      cohort_sizes: those of a grid; that of the federation when empty.
 
     Raises:
-      ValueError: the word, or an attack, without a share.
+      ValueError: the word, or an attack, without a share; a number of attackers that depends on the point of a grid.
     """
     found = dict(federation)
     attack = None if found.get("attack") is None else _mapping(found["attack"])
@@ -259,7 +262,13 @@ def told(federation: Mapping[str, Any], *, attackers: float | None = None) -> di
         found["attack"] = {**attack, ATTACKERS: own}
     for option in ("attack", "aggregator"):
         if found.get(option) is not None:
-            found[option] = _numbered(option, found[option], attackers, found.get("cohort_size", Federation.cohort_size))
+            sizes = cohort_sizes or [found.get("cohort_size", Federation.cohort_size)]
+            each = [_numbered(option, found[option], attackers, size) for size in sizes]
+            if any(one != each[0] for one in each):
+                raise ValueError(
+                    f"{option} says {ATTACKERS!r}, a number that depends on the cohort_size of the grid: write a number"
+                )
+            found[option] = each[0]
     return found
 
 
@@ -295,7 +304,7 @@ def _mapping(given: Any) -> dict[str, Any]:
     return {"name": name, **options}
 
 
-def _numbered(option: str, given: Any, share: float | None, cohort_size: int) -> Any:
+def _numbered(option: str, given: Any, share: float | None, cohort_size: float) -> Any:
     def number(name: str) -> float:
         if share is None:
             raise ValueError(f"{option} says {ATTACKERS!r}: give the scenario a share, attackers=0.2")

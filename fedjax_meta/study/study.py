@@ -278,7 +278,8 @@ class Study:
         merged = {**{key: value for key, value in shared.items() if key not in own.grid}, **own.federation}
         merged = parts.to_spend(merged, rounds=self.rounds, delta=self.delta)
         if on_scenario is not None:
-            merged = parts.told(merged, attackers=on_scenario.attackers)
+            sizes = own.grid.get("cohort_size", ())
+            merged = parts.told(merged, attackers=on_scenario.attackers, cohort_sizes=sizes)
         return dataclasses.replace(own, federation=merged)
 
 

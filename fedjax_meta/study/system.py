@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+AMONG_CLIENTS = ("schedule", "participation", "uploads", "aggregator", "attack")
+"""Options of a federation that central training does not have: nothing is sampled, sent, combined or attacked."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class System:
     """A method in a federation, ready to be compared.
@@ -74,7 +78,8 @@ class System:
       tested_with: options of the method in tests, where they differ from those in rounds: `{finetune_epochs: 1}` tests MTFL's
         clients after local training. User accuracy is measured without them.
       pooled: central training: one client holds the samples of all that train, and makes as many passes over them as a client
-        makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg.
+        makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg. Options of
+        the federation that are about many clients do not count (`AMONG_CLIENTS`).
 
     Raises:
       ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is
@@ -164,12 +169,13 @@ class System:
         builder = lookup.method(self.method)
         takes = keywords(builder)
         options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
+        options |= {name: value for name, value in numbers.items() if name in takes}
         federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})
+        federation |= {name: value for name, value in numbers.items() if "." not in name and name not in takes}
+        if self.pooled:
+            federation = {name: value for name, value in federation.items() if name not in AMONG_CLIENTS}
         try:
             shared = with_clients(federation, clients)
-            for name, value in numbers.items():
-                if "." not in name:
-                    (options if name in takes else shared)[name] = value
             if self.projection is not None:
                 task = with_projection(task, *_size_of_head(task), projection=self.projection)
             return builder(task, **options), Federation(**shared)

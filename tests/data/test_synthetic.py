@@ -31,6 +31,12 @@ def test_synthetic_inputs_have_the_covariance_of_the_benchmark():
     assert np.abs(correlation - np.eye(60)).max() < 0.03
 
 
+def test_the_spread_of_models_changes_no_label():
+    """u adds the same number to the logit of each class."""
+    one, other = (syn.synthetic(delta, 0.5, seed=1, num_clients=5) for delta in (0, 100))
+    assert np.array_equal(one.x, other.x) and np.array_equal(one.y, other.y)
+
+
 @pytest.mark.parametrize(("spread", "variance"), [("variance", 4.0), ("deviation", 16.0)])
 def test_synthetic_spread_is_a_variance_or_a_deviation(spread, variance):
     # The mean of x over samples and dimensions is B ~ N(0, θ) plus an error of variance (1 + mean(j^-1.2) / 20) / 60.

@@ -121,6 +121,15 @@ def test_a_round_of_every_method_is_counted(name):
     assert problems.forms(after) == problems.forms(state) and found.shape == ()
 
 
+def test_places_that_poisson_sampling_leaves_empty_cost_nothing():
+    fixed, poisson = study(), study(federation={"cohort_size": 8, "schedule": {"name": "poisson", "rate": 0.2}})
+    clients = fixed.scenarios["pairs"].build()
+    drawn = poisson.system("local", "pairs").build(clients).cohort(jax.random.key(0), 0, clients.train.num_clients)
+    assert 0 < np.sum(np.asarray(drawn) >= 0) < 8
+    of_client = [estimate.of_system(one, "pairs", "local", clients).flops for one in (fixed, poisson)]
+    assert of_client[1] == pytest.approx(of_client[0], rel=0.02)
+
+
 def test_tuning_counts():
     clients = study().scenarios["pairs"].build()
     found = estimate.of_system(study(), "pairs", "fedavg", clients)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fedjax_meta import privacy
 from fedjax_meta.cli import app
 from fedjax_meta.study import estimate, figures, from_tree, guarantees, page, results, run, tuning
 from fedjax_meta.study.check import check
@@ -67,6 +68,45 @@ BROKEN = {
     "broken": {"method": "fedavg", "options": {"batch_size": 20}, "grid": {"lr": [1e308, 0.1]}},
     "gone": {"method": "fedavg", "options": {"batch_size": 20, "lr": 1e308}},
 }
+
+
+def test_noise_by_its_epsilon_is_that_of_the_cohort_of_the_point():
+    pytest.importorskip("dp_accounting")
+    uploads = [{"name": "clip", "norm": 1.0}, {"name": "noise", "epsilon": 2.0}]
+    systems = {"fedavg": {"method": "fedavg", "grid": {"cohort_size": [2, 6]}}}
+    noisy = study(systems=systems, federation={"uploads": uploads}, delta=1e-3, rounds=20)
+    clients, system = noisy.scenarios["pairs"].build(), noisy.system("fedavg", "pairs")
+    for point in tuning.points_of(system):
+        federation = system.parts(clients, **point)[1]
+        spent = privacy.spent(federation.config, 20, clients.train.num_clients, 1e-3)
+        assert federation.cohort_size == point["cohort_size"] and 1.95 < spent.epsilon <= 2.0
+
+
+def test_central_training_has_nothing_that_is_among_clients(tmp_path):
+    """It samples, clips, hides and guarantees nothing."""
+    options = {"epochs": 1, "batch_size": 20, "lr": 0.1}
+    central = {"central": {"method": "fedavg", "pooled": True, "options": options}}
+    uploads = [{"name": "clip", "norm": 1e-3}, {"name": "noise", "multiplier": 1e3}]
+    poisson = {"cohort_size": 4, "schedule": {"name": "poisson", "rate": 0.25}, "uploads": uploads}
+    # Both ask a quarter of the clients a round: 4 passes in 16 rounds.
+    plain, noisy = (
+        study(systems=central, federation=federation, rounds=16, eval_every=16, seeds=[1])
+        for federation in ({"cohort_size": 2}, poisson)
+    )
+    (wanted,), (found,) = (run.run(one, tmp_path / name, watcher=Silent()) for name, one in (("a", plain), ("b", noisy)))
+    assert without_clocks([found])[0].final == without_clocks([wanted])[0].final and found.final[0].rows[-1]["round"] == 4
+    clients = noisy.scenarios["pairs"].build()
+    assert guarantees.of_system(noisy, "pairs", "central", clients) is None
+    assert guarantees.words(noisy, noisy.system("central", "pairs").build(clients), 8) == []
+
+
+def test_a_number_of_attackers_does_not_follow_a_grid_of_cohorts():
+    scenarios = {"pairs": {**TREE["scenarios"]["pairs"], "attackers": 0.25}}
+    system = {"method": "fedavg", "federation": {"aggregator": "krum:f=attackers", "attack": "sign_flip"}}
+    with pytest.raises(ValueError, match="depends on the cohort_size of the grid: write a number"):
+        study(scenarios=scenarios, systems={"krum": {**system, "grid": {"cohort_size": [5, 8]}}}, federation={})
+    alike = study(scenarios=scenarios, systems={"krum": {**system, "grid": {"cohort_size": [7, 8]}}}, federation={})
+    assert alike.system("krum", "pairs").federation["aggregator"] == "krum:f=2"
 
 
 def test_a_run_that_diverges_is_stopped_and_the_others_go_on(tmp_path):
