@@ -121,6 +121,18 @@ class RoundInfo(NamedTuple):
     faults: Faults | None = None
 
 
+def with_metrics(what: str, metrics: dict[str, jax.Array], more: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The metrics of a round's clients, and more that `what` measures.
+
+    Raises:
+      ValueError: a name that both have.
+    """
+    twice = sorted(set(metrics) & set(more))
+    if twice:
+        raise ValueError(f"{what} measures {twice[0]!r}, which is a metric of its clients, too: give theirs another name")
+    return metrics | more
+
+
 class Exchange(NamedTuple):
     """What travels between the server and ONE client in a round: trees of `jax.ShapeDtypeStruct`.
 

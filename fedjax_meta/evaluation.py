@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import checks, hardware, host_store, loops, measures, metrics
-from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, check_one_run, rows_with_ids
+from fedjax_meta.algorithm import Algorithm, RoundInfo, State, check_known, check_one_run, rows_with_ids, with_metrics
 from fedjax_meta.contract import Method
 from fedjax_meta.data import ClientView, FederatedData
 from fedjax_meta.data.batches import real_samples
@@ -296,6 +296,6 @@ def with_user_accuracy(
         counted = jnp.asarray(counts)[info.ids] & (info.ids >= 0)
         accuracy = metrics.where_finite(metrics.accuracy(scores.confusion), scores.loss)
         measured = {"user_accuracy": jnp.mean(accuracy, where=counted), "user_accuracy_std": jnp.std(accuracy, where=counted)}
-        return after, info._replace(metrics={**info.metrics, **measured})
+        return after, info._replace(metrics=with_metrics("a round with user accuracy", info.metrics, measured))
 
     return dataclasses.replace(algorithm, round=one_round)

@@ -47,8 +47,8 @@ class Federation:
         mean takes one.
       drop_nonfinite: whether a client whose result holds NaN or infinity is left out of the round, and keeps what it had before.
         It is counted in `RoundInfo.faults`.
-      max_dropped: the share of a cohort's results, in [0, 1], that may be left out so before the round counts as diverged. It
-        always does when all are left out.
+      max_dropped: the share of a cohort's results, in [0, 1], that may be left out so before the round counts as diverged. With 1
+        it never does for that, which suits FedAsync: its cohorts are single clients.
       attack: what some clients do to their data or send instead of what they should, see `fedjax_meta.attacks`.
       weighting: how much clients count: "samples", "query" or "uniform"; the method's when not given.
       server_optimizer: factory `rate -> optax.GradientTransformation`, what the server descends along the mean pseudo-gradient

@@ -484,7 +484,7 @@ _NOTHING = {"init_extra": lambda model, data: jnp.zeros(2)}
         ({"collaborate": lambda key, state, cohort, data: None}, "what collaborate of method returns must be"),
         (
             {"collaborate": lambda key, state, cohort, data: (cohort.personal, cohort.memory, {"gain": jnp.zeros(2)})},
-            "collaborate of method gives the diagnostic 'gain', which is a metric of its clients, too",
+            "collaborate of method measures 'gain', which is a metric of its clients, too: give theirs another name",
         ),
     ],
 )

@@ -111,5 +111,11 @@ def _refuse_asynchronous(method: Method, federation: Federation, name: str) -> N
             raise ValueError(f"{method.name} {what}: {name} takes methods whose uploads are changes of shared leaves alone")
     if Chain(federation.uploads).fixed_divisor:
         raise ValueError(f"{name} draws no cohorts at random, which noise needs: leave one of them out")
+    rule = federation.aggregator
+    if isinstance(rule, Rule) and rule.differences:
+        raise ValueError(
+            f"{rule.name} would bound changes that {name} has weighed by their staleness, and so take back the weight: let "
+            "clients bound them, uploads=(fm.uploads.clip(...),), or give a rule about order or distance, aggregate.median"
+        )
     if federation.average_personal:
         raise ValueError(f"average_personal takes means of whole leaves, which {name} cannot weigh: leave one of them out")

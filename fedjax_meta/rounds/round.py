@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.algorithm import Faults, RoundInfo, State, state_rows
+from fedjax_meta.algorithm import Faults, RoundInfo, State, state_rows, with_metrics
 from fedjax_meta.data import FederatedData
 from fedjax_meta.engine import matmul_precision, run_cohort
 from fedjax_meta.keys import tagged
@@ -137,12 +137,13 @@ def _info(
 ) -> RoundInfo:
     """What the round reports."""
     f, asynchronous = setting.federation, setting.asynchronous
-    metrics = outputs.metrics | diagnostics
+    own = {}
     if isinstance(f.schedule, Poisson):
-        metrics = metrics | {"left_out": f.schedule.left_out(tagged(key, "cohort"), data.drawn_from, f.cohort_size)}
+        own["left_out"] = f.schedule.left_out(tagged(key, "cohort"), data.drawn_from, f.cohort_size)
     if asynchronous is not None:
-        lag = asynchronous.lag(state.round, jnp.arange(f.cohort_size))
-        metrics = metrics | {"staleness": lag, "virtual_seconds": asynchronous.seconds(state.round)}
+        own["staleness"] = asynchronous.lag(state.round, jnp.arange(f.cohort_size))
+        own["virtual_seconds"] = asynchronous.seconds(state.round)
+    metrics = with_metrics(f"a round of {setting.method.name}", outputs.metrics | diagnostics, own)
     positions = jnp.where(cohort.empty, -1, cohort.drawn.position)
     return RoundInfo(cohort.ids, metrics, outputs.returned, positions, _faults(f.max_dropped, outputs, moved))
 
@@ -150,9 +151,8 @@ def _info(
 def _faults(max_dropped: float, outputs: Outputs, moved: State) -> Faults:
     dropped, returned = jnp.sum(outputs.broken >= 0), jnp.sum(outputs.returned)
     many = dropped > max_dropped * (dropped + returned)
-    none = (dropped > 0) & (returned == 0)
     broken = first_broken(of_server(moved))
-    return Faults(outputs.broken, broken, many | none | (broken >= 0))
+    return Faults(outputs.broken, broken, many | (broken >= 0))
 
 
 def of_server(state: State) -> dict[str, PyTree]:

@@ -10,7 +10,7 @@ import optax
 
 from fedjax_meta import checks, loops, masks
 from fedjax_meta.aggregate import WeightedSum, mean, per_unit, sum_clients, weigh
-from fedjax_meta.algorithm import Aggregation, State, training_size
+from fedjax_meta.algorithm import Aggregation, State, training_size, with_metrics
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
 from fedjax_meta.keys import tagged
@@ -211,11 +211,7 @@ def collaborate(
             f"{checks.shown(result)}"
         )
     given, diagnostics = result[:2], result[2] if len(result) > 2 else {}
-    twice = sorted(set(diagnostics) & set(outputs.metrics))
-    if twice:
-        raise ValueError(
-            f"collaborate of {method.name} gives the diagnostic {twice[0]!r}, which is a metric of its clients, too"
-        )
+    with_metrics(f"collaborate of {method.name}", outputs.metrics, diagnostics)
     must_fit("what collaborate returns", given, (kept.personal, kept.memory))
     takers = attacked.takers(setting, outputs.returned, ids, data)
     personal, memory = where(takers, given, (kept.personal, kept.memory))
