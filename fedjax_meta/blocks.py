@@ -141,11 +141,14 @@ def stretches(
       on_log: called after each piece, with the rounds that were finished before it.
       should_stop: as in `simulate`.
     """
+    # Processes do the same, also where only one of them shows its progress, or can be asked to stop.
+    in_pieces = runtime.least_of_processes(not in_pieces) == 0
+    may_stop = runtime.least_of_processes(should_stop is None) == 0
 
     def asked_to_stop() -> bool:
         """All processes of a run stop where one of them is asked to."""
         with _explaining_lost_processes(run.done):
-            return should_stop is not None and runtime.least_of_processes(not should_stop()) == 0
+            return may_stop and runtime.least_of_processes(should_stop is None or not should_stop()) == 0
 
     piece = 1 if in_pieces else most
     for stop in [stop for stop in stops if stop > run.done]:

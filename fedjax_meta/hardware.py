@@ -67,7 +67,7 @@ def chosen(devices: Devices = None) -> tuple[jax.Device, ...]:
     """The devices themselves.
 
     Raises:
-      ValueError: as in `check`, or more than there are.
+      ValueError: as in `check`, more than there are, or so few that a process of the run has none.
     """
     devices = check(devices)
     if isinstance(devices, tuple):
@@ -78,6 +78,12 @@ def chosen(devices: Devices = None) -> tuple[jax.Device, ...]:
     assert isinstance(devices, int)
     if devices > len(available):
         raise ValueError(f"devices={devices}, but JAX sees {len(available)} ({available[0].platform})")
+    idle = {device.process_index for device in available} - {device.process_index for device in available[:devices]}
+    if idle:
+        raise ValueError(
+            f"devices={devices} leaves process {min(idle)} of the {jax.process_count()} of this run without a device: give more, "
+            "or start fewer processes"
+        )
     return tuple(available[:devices])
 
 

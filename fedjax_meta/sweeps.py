@@ -288,6 +288,11 @@ class Programs:
         at_once: int | None = None,
         prunes: bool = False,
     ) -> None:
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"a sweep is run by one process, but this run has {jax.process_count()}: share the members among processes that "
+                "do not know of each other"
+            )
         _check_points(build, members, federation)
         self._build, self._federation = build, federation
         tests = dict(evaluators or {})

@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +33,18 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=10)
     import fedjax_meta as fm
-    from fedjax_meta import checkpoint, runtime, simulation
+    from fedjax_meta import checkpoint, hardware, runtime, simulation, sweeps
+    from tests import problems
 
     fm.use_all_cores()  # keeps the one device, and turns the compilation cache on
     assert runtime.least_of_processes(float(process)) == 0
+    refused("devices=1 leaves process 1 of the 2 of this run without a device", hardware.chosen, 1)
     method, data = federation()
+    members, build = (
+        sweeps.members(sweeps.grid(lr=[0.1]), [0]),
+        lambda lr: (fm.fedavg(problems.task(), lr=lr), fm.Federation()),
+    )
+    refused("a sweep is run by one process", sweeps.sweep, build, members, data, rounds=1)
     test = partial(fm.evaluate, method, support="train", query="train")
 
     def save(state: fm.State, record: simulation.Record) -> None:
@@ -51,10 +60,22 @@ def main(process: str, processes: str, address: str, folder: str, rounds: str, l
 
     tests = {"known": simulation.Evaluator(test, data, known=True)}
     options = {"rounds": int(rounds), "eval_every": 3, "evaluators": tests, "on_record": save}
+    # One process alone shows its progress, the other one alone may stop the run; neither changes a number.
+    options |= {"on_progress": lambda done, metrics: None} if process == "0" else {"should_stop": lambda: False}
     like = jax.eval_shape(method.init, jax.random.key(0), data)
     found = checkpoint.restore(Path(folder) / "state", like, {"seed": 3})
     print("training", flush=True)
     fm.simulate(method, data, key=jax.random.key(3), state=None if found is None else found.state, **options)
+
+
+def refused(words: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Fails unless a call raises a `ValueError` of these words."""
+    try:
+        call(*arguments, **options)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedjax_meta import disk
+
 LAUNCH = Path(__file__).parent.parent / "docs" / "launch"
 
 
@@ -62,6 +64,17 @@ def test_one_process_that_is_told_to_end_ends_all_and_the_run_goes_on(tmp_path):
     assert two["round"] == one["round"] == 200
     np.testing.assert_allclose(two["accuracy"], one["accuracy"], atol=1e-6)
     assert (tmp_path / "two" / "finished").exists()
+
+
+def test_an_error_of_one_process_ends_all(tmp_path):
+    """The first one cannot have the folder; the second one, which could go on, misses it."""
+    disk.lock(tmp_path / "run")
+    begun = time.monotonic()
+    processes = begin(tmp_path / "run", 2, rounds=200)
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert all(process.returncode for process in processes), outputs
+    assert "BlockingIOError" in outputs[0] or "in use" in outputs[0], outputs[0]
+    assert time.monotonic() - begun < 120  # JAX waits for 300 seconds
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "tpu.sh"])

@@ -10,7 +10,9 @@ saves, and metrics.jsonl is written from them.
 
 import argparse
 import json
+import os
 import signal
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -94,4 +96,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        # Without this, JAX would wait here for the other processes, which wait for this one. They notice by its heartbeat.
+        traceback.print_exc()
+        os._exit(1)

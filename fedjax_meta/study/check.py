@@ -12,10 +12,12 @@ from fedjax_meta import host_store as stores
 from fedjax_meta import imports
 from fedjax_meta.aggregate import as_rule
 from fedjax_meta.algorithm import State
+from fedjax_meta.asynchronous import Asynchronous
 from fedjax_meta.checks import mismatch
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
+from fedjax_meta.evaluation import with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.rounds.server import check_combined
@@ -126,7 +128,12 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
         _check_tested(system, point, state, clients)
-        _check_defence(system.parts(clients, **point)[1], state.model, clients.train)
+        federation = system.parts(clients, **point)[1]
+        _check_defence(federation, state.model, clients.train)
+        if isinstance(federation.schedule, Asynchronous):
+            # Only the trace of a round tells what clients send, and whether their user accuracy can be measured.
+            watched = algorithm if view is None else with_user_accuracy(algorithm, support=view)
+            jax.eval_shape(watched.round, jax.random.key(0), state, clients.train)
     if system.pooled and jax.tree.leaves((state.personal, state.memory)):
         raise ValueError("pooled needs a method whose clients keep nothing, e.g. fedavg")
     if system.pooled and view is not None:

@@ -100,6 +100,25 @@ def test_central_training_has_nothing_that_is_among_clients(tmp_path):
     assert guarantees.words(noisy, noisy.system("central", "pairs").build(clients), 8) == []
 
 
+@pytest.mark.parametrize(
+    ("method", "schedule", "watched", "words"),
+    [
+        ("fedmeta_server", "fedasync", None, "clients of fedmeta_server send gradients, but fedasync mixes their models"),
+        ("fedavg", "fedbuff", "train", "user accuracy is of the models that clients start from, which are past ones"),
+    ],
+)
+def test_what_asynchronous_rounds_refuse_is_refused_before_anything_is_trained(tmp_path, method, schedule, watched, words):
+    timetable = {"name": schedule, "seconds": [1, 2, 3, 4, 5, 6, 7, 8], "rounds": 60, "concurrency": 3, "most_stale": 12}
+    timetable |= {"buffer_size": 2} if schedule == "fedbuff" else {}
+    federation = {"cohort_size": 1 + (schedule == "fedbuff"), "schedule": timetable}
+    systems = {"good": TREE["systems"]["local"], "bad": {"method": method, "federation": federation}}
+    chosen = study(systems=systems, user_accuracy=None if watched is None else {"bad": watched})
+    watcher = Silent()
+    with pytest.raises(ValueError, match=f"pairs, bad: {words}"):
+        run.run(chosen, tmp_path, watcher=watcher)
+    assert watcher.records == 0
+
+
 def test_a_number_of_attackers_does_not_follow_a_grid_of_cohorts():
     scenarios = {"pairs": {**TREE["scenarios"]["pairs"], "attackers": 0.25}}
     system = {"method": "fedavg", "federation": {"aggregator": "krum:f=attackers", "attack": "sign_flip"}}
