@@ -291,3 +291,7 @@ def test_a_metric_that_counts_rows_that_fill_a_batch_up_is_refused():
             continue
         found = fm.evaluate(*given, metrics=(metric, "accuracy")).metrics
         np.testing.assert_allclose(found["error"].values, 1 - found["accuracy"].values, rtol=1e-6)
+
+
+def test_of_two_equal_scores_either_may_be_first():
+    assert measured(measures.auroc(1), np.zeros((6, 1)), np.array([[1], [0]] * 3)) == 0.5

@@ -137,3 +137,10 @@ def test_bad_targets_are_refused():
         metrics.rounds_to_target([0.1], math.nan)
     with pytest.raises(ValueError, match="R=2 scores"):
         metrics.rounds_to_target([0.1, 0.2], 0.1, rounds=[1])
+
+
+def test_one_loss_that_is_not_finite_leaves_no_mean():
+    found = metrics.summary(np.array([[[3, 1], [0, 2]], [[1, 0], [0, 1]]]), [0.5, np.nan])
+    assert math.isnan(found["accuracy"]) and math.isnan(found["accuracy_mean"])
+    found = metrics.summary_of_scores({"mae": [1.0, 2.0]}, [0.1, np.inf])
+    assert math.isnan(found["mae_mean"]) and math.isnan(found["mae_std"])

@@ -174,3 +174,10 @@ def test_bad_arguments():
         participation.stragglers(0.5, epochs=1)
     with pytest.raises(ValueError, match="seconds"):
         participation.deadline([1.0, 0.0], limit=1.0, partial=True)
+
+
+def test_clients_that_do_not_crash_are_late_as_often_as_was_said():
+    rule = participation.unreliable(late=0.5, crashed=0.4)
+    parts = jax.vmap(lambda key: rule(key, jnp.int32(0)))(jax.random.split(jax.random.key(0), 4000))
+    crashed, there = np.asarray(parts.crashed), np.asarray(parts.returned)
+    assert crashed.mean() == pytest.approx(0.4, abs=0.04) and (~there)[~crashed].mean() == pytest.approx(0.5, abs=0.05)

@@ -9,6 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from sklearn.metrics import accuracy_score, f1_score
 
 from fedjax_meta import report
@@ -434,3 +435,13 @@ def test_a_score_by_its_name():
     assert loss.values.tolist() == [1, 3] and loss.mean == 2 and not loss.kind.higher_is_better
     with pytest.raises(ValueError, match="score='rmse' is unknown"):
         report.main_score(test, "rmse")
+
+
+def test_a_tenth_of_17_clients_is_two_of_them():
+    assert report.Kind("accuracy", True, True).worst_tenth(np.arange(17.0)) == 0.5
+
+
+def test_the_band_of_a_share_ends_at_100():
+    axis, values = Figure().subplots(), np.array([[99.0, 99.0], [80.0, 80.0], [100.0, 100.0]])
+    curves.draw(axis, np.arange(2), values, report.Kind("accuracy", True, True), color="C0")
+    assert axis.collections[0].get_paths()[0].vertices[:, 1].max() == 100

@@ -202,3 +202,12 @@ def test_a_capacity_is_the_smallest_whose_tail_is_small_enough(rate, clients, ro
 def test_poisson_sampling_that_cannot_be_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_passes_over_clients_that_do_not_divide_leave_some_out():
+    draw, key, orders = fm.schedules.passes(3), jax.random.key(0), set()
+    for number in range(6):
+        ids = np.concatenate([np.asarray(draw(key, 2 * number + place, 7, 3)) for place in (0, 1)])
+        assert len(set(ids.tolist())) == 6 and ids.min() >= 0 and ids.max() < 7
+        orders.add(tuple(ids.tolist()))
+    assert len(orders) > 1

@@ -99,3 +99,13 @@ def test_empty_places_of_a_cohort_are_nobody_in_a_host_store_too():
     ]
     on_device, on_host = (np.concatenate([record.metrics["user_accuracy"] for record in records]) for _, records in runs)
     np.testing.assert_allclose(on_device, on_host, atol=1e-12)
+
+
+def test_excluded_clients_are_named_by_id_where_some_are_selected():
+    some = np.array([5, 1, 6, 2])
+    data, plain = problems.data().select(some), problems.build("fedavg", lr=0.1, cohort_size=4)
+    algorithm = evaluation.with_user_accuracy(plain, excluded=(5,))
+    state = algorithm.init(jax.random.key(0), data)
+    _, info = algorithm.round(jax.random.key(1), state, data)
+    each = np.asarray(metrics.accuracy(fm.evaluate(plain, jax.random.key(0), state, data, query="test").confusion))
+    assert float(info.metrics["user_accuracy"]) == pytest.approx(float(np.mean(each[some != 5])))

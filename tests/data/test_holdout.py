@@ -79,8 +79,8 @@ def test_clients_that_stay_have_ids_of_their_own():
 def test_a_generator_draws_other_new_clients_each_time(count):
     data = from_clients([(np.full((8, 1), i), np.arange(8) % 2) for i in range(count)], num_classes=2)
     rng = np.random.default_rng(0)
-    drawn = [np.asarray(holdout.new_clients(data, 0.3, seed=rng)[1].x)[:, 0].size for _ in range(2)]
-    assert drawn[0] == drawn[1] == 8 * count
+    drawn = [np.asarray(holdout.new_clients(data, 0.3, seed=rng)[1].start["support"]).tolist() for _ in range(2)]
+    assert drawn[0] != drawn[1] and len(drawn[0]) == len(drawn[1]) == 0.3 * count
     first, second = (holdout.held_out(count, 0.3, rng)[0].tolist() for _ in range(2))
     assert first != second and len(first) == len(second) == 0.3 * count
 
@@ -95,3 +95,26 @@ def test_noisy_clients_are_not_those_that_validation_holds_out(seed):
     hit = {c for c in range(len(start)) if np.abs(x - y)[start[c] : start[c] + size[c]].max() > 0}
     held = set(holdout.held_out(plain.train.num_clients, 0.2, seed)[0].tolist())
     assert len(hit) == len(held) == 8 and hit != held
+
+
+def test_validation_samples_are_the_last_of_the_train_view_and_none_of_them_trains():
+    x = np.arange(60.0)[:, None]
+    views = {"train": (np.zeros(2, int), np.array([20, 30])), "test": (np.array([20, 30]), np.array([25, 35]))}
+    data = from_partition(x, np.zeros(60, int), np.arange(60), np.array([25, 35]), num_classes=2, views=views)
+    held = holdout.validation_samples(data, 0.2)
+
+    def of(view, client):
+        begin = int(held.start[view][client])
+        return held.x[begin : begin + int(held.size[view][client]), 0].tolist()
+
+    for client, (first, cut, end) in enumerate(((0, 16, 20), (25, 49, 55))):
+        assert of("train", client) == list(range(first, cut)) and of("test", client) == list(range(cut, end))
+        assert of("support", client) + of("query", client) == of("train", client)
+        assert of("test_support", client) + of("test_query", client) == of("test", client)
+
+
+def test_the_support_of_a_new_client_is_its_share_in_spite_of_rounding():
+    """0.29 of 100 is 28.999999999999996 in floating point."""
+    views = {"train": (np.zeros(4, int), np.full(4, 75)), "test": (np.full(4, 75), np.full(4, 100))}
+    data = from_partition(np.zeros((400, 1)), np.zeros(400, int), np.arange(400), np.full(4, 100), num_classes=2, views=views)
+    assert holdout.new_clients(data, 0.25, support=0.29, seed=0)[1].sizes("support").tolist() == [29]

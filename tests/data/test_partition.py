@@ -315,3 +315,11 @@ def test_classes_that_no_sample_has_change_nothing():
 def test_a_concentration_whose_shares_are_no_numbers_is_refused(rule):
     with pytest.raises(ValueError, match=r"concentration=1.7e\+308 must lie in"):
         getattr(part, rule)(np.arange(100) % 4, 10, concentration=1.7e308, seed=0)
+
+
+def test_mixes_of_classes_have_the_variance_of_their_distribution():
+    """Dirichlet-multinomial: n/K (1 - 1/K) (n + K alpha) / (1 + K alpha)."""
+    labels, n, k, alpha = np.repeat(np.arange(5), 16_000), 20, 5, 0.5
+    held = part.dirichlet_clients(labels, 2000, concentration=alpha, sizes=np.full(2000, n), seed=0)
+    expected = n / k * (1 - 1 / k) * (n + k * alpha) / (1 + k * alpha)
+    assert held.class_counts(labels, k).var(0).mean() == pytest.approx(expected, rel=0.08)

@@ -134,7 +134,7 @@ def test_a_share_of_a_pass_is_a_random_part_of_the_samples_rounded_up(share, cou
             rows = [float(row) for batch in steps for row in np.asarray(batch.x)[np.asarray(batch.weight) > 0, 0]]
             assert len(rows) == len(set(rows)) == count
             drawn.append(tuple(sorted(rows)))
-    assert len(set(drawn)) == (1 if count in (0, 12) else len(set(drawn))) and (count in (0, 12) or len(set(drawn)) > 1)
+    assert (len(set(drawn)) == 1) == (count in (0, 12))
 
 
 def test_flat_samples_give_the_same_batches(rng):
@@ -196,3 +196,8 @@ def test_values_beside_the_samples_follow_the_order_of_the_view():
         (_, beside), real = batch.y, np.asarray(batch.weight) > 0
         rows += [*zip(np.asarray(batch.x)[real, 0].tolist(), np.asarray(beside["place"])[real].tolist(), strict=True)]
     assert sorted(rows) == [(9 - place, 100 * place) for place in reversed(range(7))]
+
+
+def test_each_pass_of_an_endless_sequence_has_an_order_of_its_own():
+    rows = flat(numbered(np.array([16])).client(0)["train"].endless(jax.random.key(0), 16, 3))
+    assert len({tuple(rows[i : i + 16]) for i in (0, 16, 32)}) == 3

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import features, masks
+from fedjax_meta.aggregate import Ratio
 from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, sent_statistics, statistics
 from fedjax_meta.numerics.simplex import mixtures
 from tests import problems
@@ -237,3 +240,10 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="cohort_size=9"):
         algorithm = fedpac(cohort_size=9)
         algorithm.round(KEY, start(algorithm), problems.data())
+
+
+def test_a_class_that_the_cohort_lacks_keeps_its_centroid():
+    before = Centroids(jnp.array([[1.0], [2.0], [0.0]]), jnp.array([True, True, False]))
+    sums = Ratio(jnp.array([[6.0], [0.0], [8.0]]), jnp.array([2.0, 0.0, 4.0]))
+    after = features.renewed_centroids(SimpleNamespace(extra=before), sums, None, 5)
+    assert after.mean.tolist() == [[3.0], [2.0], [2.0]] and after.known.tolist() == [True] * 3

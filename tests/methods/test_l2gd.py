@@ -70,3 +70,12 @@ def test_wrong_arguments_are_named():
         l2gd(pull=-1)
     with pytest.raises(ValueError, match="pull_per='epoch'"):
         l2gd(pull_per="epoch")
+
+
+def test_the_pull_of_selected_clients_follows_their_own_sizes():
+    some = np.array([6, 2, 4])
+    data = problems.data().select(some)
+    algorithm = build("l2gd", lr=0.01, pull=1.0, probability=0.999, batch_size=8, cohort_size=3, devices=1)
+    _, info = algorithm.round(KEY, algorithm.init(KEY, data), data)
+    sizes = np.asarray(problems.data().sizes("train"))[np.asarray(info.ids)]
+    np.testing.assert_allclose(info.metrics["pulled"], 0.01 * 1.0 * 0.001 / 0.999 * -(-sizes // 8), rtol=1e-5)

@@ -87,3 +87,9 @@ def test_the_mean_model_of_afl_counts_the_rounds_in_which_somebody_returned():
             models.append(state.model)
     expected = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *models)
     assert problems.distance(state.extra.model, expected) < 1e-12 and state.extra.rounds == 2
+
+
+def test_weights_of_afl_stay_a_distribution():
+    state = rounds(build("afl", lr=0.2, weight_lr=0.5, participation=late(0, 3), **FULL | {"batch_size": 32}))
+    assert float(np.sum(state.memory)) == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(np.asarray(state.memory)[[0, 3]], 1 / 7)

@@ -15,6 +15,8 @@ from fedjax_meta.keys import tagged
 from fedjax_meta.numerics import related_tasks
 from fedjax_meta.numerics.related_tasks import relations, safety
 from fedjax_meta.participation import stragglers
+from tests import problems
+from tests.methods.common import build
 from tests.whole_rounds.world import CLASSES, KEY, TRAIN, N, client_key, data, features, flat, near, task, view
 
 LAMBDA = 0.05
@@ -222,3 +224,17 @@ def test_features_are_those_of_the_samples_and_not_of_the_capacity():
     seen.clear()
     jax.eval_shape(algorithm.round, KEY, state, data())
     assert set(seen) == {max(TRAIN)}
+
+
+def test_steps_are_safe_for_all_clients_also_in_a_part_of_them():
+    """A step of client t is max_s (sum |R_s| / R_ss) R_tt, the maximum over all clients."""
+    samples, every = problems.data(), build("mocha", relation_every=2, cohort_size=7, devices=1)
+    state = every.init(KEY, samples)
+    for number in range(2):
+        state, _ = jax.jit(every.round)(jax.random.fold_in(KEY, number), state, samples)
+    r = np.asarray(state.memory.relation)
+    ratio = np.abs(r).sum(1) / np.diag(r)
+    asked = [client for client in range(7) if client != np.argmax(ratio)][:2]
+    some = build("mocha", relation_every=2, cohort_size=2, devices=1, schedule=fm.schedules.given([asked]))
+    after, _ = jax.jit(some.round)(jax.random.fold_in(KEY, 2), state, samples)
+    np.testing.assert_allclose(np.asarray(after.memory.step)[asked], ratio.max() * np.diag(r)[asked], rtol=1e-6)

@@ -1,3 +1,4 @@
+import importlib
 import warnings
 
 import jax
@@ -108,3 +109,11 @@ def test_the_generated_leaves_travel_and_not_the_hypernetwork():
         exchange = pfedhn(personal=personal).exchange(problems.data())
         for tree in (exchange.down[0], exchange.averaged[0]):
             assert jax.tree.map(lambda leaf: leaf.shape, tree) == sent
+
+
+def test_what_moves_a_hypernetwork_is_clipped_to_the_norm():
+    module = importlib.import_module("fedjax_meta.methods.pfedhn")  # `fm.methods.pfedhn` is the builder
+    network = module._Hypernetwork([(2, 3), (3, 3)], jax.eval_shape(problems.task().init, KEY))
+    made, pull_back, h = jax.vjp(network.generate, network.init(KEY), jnp.array([0.3, -1.0]), has_aux=True)
+    clipped = module._clipped(pull_back(made), made, h, 1e-3)
+    assert float(optax.tree.norm(clipped)) == pytest.approx(1e-3, rel=1e-6)

@@ -289,3 +289,43 @@ def test_p_values_are_adjusted_in_every_form_and_words_stay_words():
         np.testing.assert_allclose(adjusted, compare.holm(raw))
         assert np.isnan(raw[0]) and min(adjusted[1:]) > min(raw[1:])
     assert "<script>" not in comparison.markdown([rows])
+
+
+def errors(seed, rmse, user=None):
+    """A trial of ten rounds and two tests, in which lower scores are better; `user` is the user accuracy of its rounds."""
+    scores = {"rmse_mean": float(np.mean(rmse)), "loss": 1.0}
+    each = {"rmse": {"values": list(rmse), "higher_is_better": False, "share": False}}
+    tests = {"known": {"metrics": each, "scores": scores, "loss": [1.0] * len(rmse)}}
+    rows = [
+        {
+            "round": 5 * number,
+            "seconds": 2.0,
+            "train": {} if user is None else {"user_accuracy": user[5 * number - 5 : 5 * number]},
+            "tests": tests,
+            "faults": [],
+        }
+        for number in (1, 2)
+    ]
+    return Trial({}, seed, rows, None)
+
+
+def test_clients_with_lower_errors_gain():
+    one, other = (
+        compare.Finished(title, "s", "abc", [errors(0, values)])
+        for title, values in (("a", [1.0, 2.0, 3.0]), ("b", [2.0, 3.0, 2.0]))
+    )
+    found = compare.difference(one, other, "known")
+    assert found.mean == pytest.approx(-1 / 3) and (found.better, found.worse) == pytest.approx((200 / 3, 100 / 3))
+
+
+def test_user_accuracy_reaches_a_target_in_its_round_and_at_the_time_of_the_next_test():
+    one = compare.Finished("a", "s", "abc", [errors(0, [1.0], user=[0.1] * 6 + [0.9] * 4)], traffic=1e6)
+    found = compare.reached(one, compare.Target(80, "user_accuracy"))
+    assert (found.rounds[0], found.megabytes[0], found.seconds[0]) == (7, 7, 4)
+
+
+def test_user_accuracy_counts_until_the_round_before_a_divergence():
+    trial = errors(0, [1.0], user=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    trial.rows[1]["faults"] = [{"round": 8, "diverged": True}]
+    _, found, _ = targets.curve(trial.rows, "user_accuracy")
+    np.testing.assert_allclose(found, [10, 20, 30, 40, 50, 60, 70, np.nan, np.nan, np.nan])
