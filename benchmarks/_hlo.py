@@ -1,4 +1,8 @@
-"""Reads compiled programs (`compiled.as_text()`): loops, kernels, FLOPs, bytes that move between memory and kernels."""
+"""Reads compiled programs (`compiled.as_text()`): loops, kernels, FLOPs, bytes that move between memory and kernels.
+
+Two counts are upper bounds: a conditional has all of its branches, and a convolution the products with the zeros of padding and
+of dilation.
+"""
 
 import math
 import re

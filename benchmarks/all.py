@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,10 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     check_outputs(rows)
-    rows.unlink(missing_ok=True)
+    if rows.exists():
+        kept = rows.with_name(f"rows-{datetime.fromtimestamp(rows.stat().st_mtime):%Y%m%d-%H%M%S}.jsonl")
+        rows.rename(kept)
+        print(f"rows of the last call: {kept}")
     peers = ["--rounds", "5", "--max-seconds", "10"] if quick else []
     scaling = ["--repeats", "3", "--max-clients", "100000", "--max-cohort", "1024"] if quick else []
     systems = ["--repeats", "3"] if quick else []

@@ -154,7 +154,9 @@ def main(
     fm.use_all_cores()
     checks.one_of("--case", case, WORKLOADS)
     words = shlex.split(experiment)
-    checks.one_of("--experiment", words[0] if words else "", sorted(p.stem for p in (ROOT / "experiments").glob("[!_]*.py")))
+    studies = {path.stem for path in (ROOT / "fedjax_meta" / "studies").glob("*.yaml")}
+    programs = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if path.stem in studies)
+    checks.one_of("--experiment", words[0] if words else "", programs)
     check_outputs(output)
     console = Console()
     with console.status(f"starting {experiment}"):

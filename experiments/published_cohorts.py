@@ -140,6 +140,8 @@ def main(
         if clone is None:
             console.print(json.dumps(cohorts(rounds or ROUNDS[dataset])), soft_wrap=True, markup=False)
             return
+        if rounds is not None:
+            raise ValueError("--rounds is for printing cohorts: leave CLONE out")
         logs = Logs(clone, dataset)
         if run is not None:
             headings = ["system", "log", "by samples", "mean over clients", "seeds"]
