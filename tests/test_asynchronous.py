@@ -252,6 +252,16 @@ def test_a_resumed_run_on_other_devices_or_in_a_host_store_is_the_same():
     assert problems.distance(stored, plain) < 1e-12
 
 
+def test_only_what_the_server_changes_has_a_past():
+    """A large frozen base (LoRA) and personal leaves would be kept once for each version."""
+    algorithm = fm.federate(fm.fedper(task()), fm.Federation(cohort_size=2, schedule=schedules.fedbuff(SECONDS, **OPTIONS)))
+    state = jax.eval_shape(algorithm.init, KEY, data())
+    personal, shared = fm.masks.split(state.model, fm.masks.resolve("head", task()))
+    versions = OPTIONS["most_stale"] + 1
+    kept = [leaf.shape for leaf in jax.tree.leaves(state.aggregation.past)]
+    assert jax.tree.leaves(personal) and kept == [(versions, *leaf.shape) for leaf in jax.tree.leaves(shared)]
+
+
 def test_a_client_that_breaks_leaves_the_past_finite():
     table = schedules.fedbuff(SECONDS, **OPTIONS)
     algorithm = fm.federate(

@@ -10,16 +10,25 @@ import jax.numpy as jnp
 
 from fedjax_meta import masks
 from fedjax_meta.algorithm import State
+from fedjax_meta.masks import Role
 from fedjax_meta.rounds.setting import Context, Setting
 from fedjax_meta.types import Mask, PyTree
 
 
 def begin(setting: Setting, model: PyTree) -> PyTree:
-    """Past models before the first round, leaves `[most_stale + 1, ...]`: that of version v is at `v % (most_stale + 1)`."""
+    """Past models before the first round, leaves `[most_stale + 1, ...]`: that of version v is at `v % (most_stale + 1)`.
+
+    Frozen leaves, and what the server has of personal ones, are the same in all versions and are not kept.
+    """
     schedule = setting.asynchronous
     if schedule is None:
         return ()
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * (schedule.most_stale + 1)), model)
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * (schedule.most_stale + 1)), _moving(setting, model)[0])
+
+
+def _moving(setting: Setting, model: PyTree) -> tuple[PyTree, PyTree]:
+    """(the leaves that the server changes, the others)."""
+    return masks.split(model, masks.having(setting.method.roles, Role.SHARED, Role.BUFFER))
 
 
 def given(setting: Setting, context: Context, id_: jax.Array) -> tuple[State, Any]:
@@ -30,7 +39,8 @@ def given(setting: Setting, context: Context, id_: jax.Array) -> tuple[State, An
         return state, None
     lag = schedule.lag(state.round, jnp.argmax(context.ids == id_))
     begun = state.round - lag
-    model = jax.tree.map(lambda leaf: leaf[begun % (schedule.most_stale + 1)], state.aggregation.past)
+    then = jax.tree.map(lambda leaf: leaf[begun % (schedule.most_stale + 1)], state.aggregation.past)
+    model = masks.merge(then, _moving(setting, state.model)[1])
     return state._replace(model=model, round=begun), schedule.weight(lag)
 
 
@@ -79,4 +89,4 @@ def pushed(setting: Setting, state: State, model: PyTree) -> PyTree:
     if schedule is None:
         return past
     place = (state.round + 1) % (schedule.most_stale + 1)
-    return jax.tree.map(lambda all_, leaf: all_.at[place].set(leaf), past, model)
+    return jax.tree.map(lambda all_, leaf: all_.at[place].set(leaf), past, _moving(setting, model)[0])
