@@ -44,6 +44,18 @@ def test_the_measured_advantage_of_shifted_normals_and_its_interval(shift):
     assert at.true_positives == pytest.approx(stats.norm.sf(stats.norm.isf(0.1) - shift), abs=0.015)
 
 
+def test_each_of_two_ranges_misses_with_half_of_what_is_allowed():
+    """Clopper and Pearson: of k hits in n, the ends are quantiles of beta distributions."""
+    found = privacy.membership_attack(np.arange(40) + 20.0, np.arange(40.0), confidence=0.9)
+    for share, ends in (
+        (found.true_positives, found.true_positives_range),
+        (found.false_positives, found.false_positives_range),
+    ):
+        k = round(20 * share)
+        wanted = [stats.beta.ppf(0.025, k, 21 - k) if k else 0.0, stats.beta.ppf(0.975, k + 1, 20 - k) if k < 20 else 1.0]
+        np.testing.assert_allclose(ends, wanted, rtol=1e-9)
+
+
 def test_the_likelihood_ratio_is_that_of_normal_distributions():
     rng = np.random.default_rng(1)
     with_, without = rng.normal(2, 1, (4000, 1)), rng.normal(0, 2, (4000, 1))
