@@ -53,6 +53,19 @@ PUBLISHED = {
     "feddbe": {"lr": 0.005, "epochs": 1, "batch_size": 10, "momentum": 1.0, "regularisation": 50.0},
     "gpfl": {"lr": 0.005, "epochs": 1, "batch_size": 10, "embedding_weight": 0.01, "decay": 0.1},
     "fedas": {"lr": 0.005, "epochs": 1, "batch_size": 10},
+    # TsingZ0/FedALA, main.py and utils/ALA.py; alpemreacar/FedDyn, example_cifar_10.py; TsingZ0/PFLlib, main.py.
+    "fedala": {
+        "lr": 0.005,
+        "weight_lr": 1.0,
+        "sample_share": 0.8,
+        "window": 10,
+        "tolerance": 0.1,
+        "epochs": 1,
+        "batch_size": 10,
+        "weighting": "samples",
+    },
+    "feddyn": {"lr": 0.1, "alpha": 0.01, "epochs": 5, "batch_size": 50},
+    "fedamp": {"prox_weight": 1.0, "width": 1.0},
     "apfl": {"share": 0.5, "mix": "weights", "weighting": "uniform"},
     "apfl_outputs": {"share": 0.5, "mix": "outputs"},
     "ditto": {"prox_weight": 1.0, "lr": 0.05, "batch_size": 16},
@@ -87,6 +100,31 @@ PUBLISHED = {
 
 def defaults(function):
     return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+UNPUBLISHED = {
+    # Options of their own have no one published value, or follow the data (FedCAC's patience, pFedSim's warm-up).
+    *(
+        "afl",
+        "anil",
+        "fedavg_adam",
+        "fedcac",
+        "fedmeta_fomaml",
+        "fednova",
+        "fedrod",
+        "heur_fedamp",
+        "mamlpp",
+        "mocha",
+        "pfedsim",
+    ),
+    "qfedavg",
+}
+
+
+def test_every_method_says_where_its_defaults_are_from():
+    like_fedavg = {*LIKE_FEDAVG, "fedavgm", "local_only", "fedavg_ft"}
+    assert not UNPUBLISHED & ({*PUBLISHED} | like_fedavg)
+    assert {*fm.METHODS} == {*PUBLISHED} | like_fedavg | UNPUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
