@@ -144,7 +144,7 @@ def image_batch(name: str, rows: int) -> Batch:
 
 
 def _difference(expected: Any, found: Any) -> float:
-    """The largest difference over all leaves, relative to the largest number of the leaf; NaN where numbers are not finite."""
+    """The largest difference over all leaves, relative to the largest number of the leaf; not finite where numbers are not."""
 
     def gap(a: Any, b: Any) -> float:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

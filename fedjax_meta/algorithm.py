@@ -23,7 +23,7 @@ class Aggregation(NamedTuple):
     Attributes:
       uploads: for each upload transformation what it keeps at the server, `()` if nothing.
       rule: what an `aggregate.Rule` keeps, for each part of an upload that has a weight of its own.
-      past: the last models of the server, leaves `[most_stale + 1, ...]`, under an asynchronous schedule.
+      past: under an asynchronous schedule, the last values of the leaves that the server changes, `[most_stale + 1, ...]`.
     """
 
     uploads: PyTree

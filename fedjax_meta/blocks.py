@@ -142,8 +142,9 @@ def stretches(
       should_stop: as in `simulate`.
     """
     # Processes do the same, also where only one of them shows its progress, or can be asked to stop.
-    in_pieces = runtime.least_of_processes(not in_pieces) == 0
-    may_stop = runtime.least_of_processes(should_stop is None) == 0
+    with _explaining_lost_processes(run.done):
+        in_pieces = runtime.least_of_processes(not in_pieces) == 0
+        may_stop = runtime.least_of_processes(should_stop is None) == 0
 
     def asked_to_stop() -> bool:
         """All processes of a run stop where one of them is asked to."""

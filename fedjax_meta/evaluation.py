@@ -282,7 +282,7 @@ def with_user_accuracy(
         counts[excluded] = False
         if not counts.any():
             raise ValueError(f"excluded leaves out all N={clients} clients: there is no user accuracy")
-        if jax.tree.leaves(state.aggregation.past):
+        if jax.tree.leaves(state.aggregation.past):  # where nothing is shared, clients start from models of their own
             raise ValueError(
                 "user accuracy is of the models that clients start from, which are past ones in asynchronous rounds"
             )

@@ -67,7 +67,8 @@ def chosen(devices: Devices = None) -> tuple[jax.Device, ...]:
     """The devices themselves.
 
     Raises:
-      ValueError: as in `check`, more than there are, or so few that a process of the run has none.
+      ValueError: as in `check`, more than there are, or a number so small that a process of the run has none (a list is taken as
+        it is).
     """
     devices = check(devices)
     if isinstance(devices, tuple):

@@ -67,14 +67,18 @@ def test_one_process_that_is_told_to_end_ends_all_and_the_run_goes_on(tmp_path):
 
 
 def test_an_error_of_one_process_ends_all(tmp_path):
-    """The first one cannot have the folder; the second one, which could go on, misses it."""
+    """The first one cannot have the folder; the second one, which could go on, notices that it is gone."""
     disk.lock(tmp_path / "run")
     begun = time.monotonic()
     processes = begin(tmp_path / "run", 2, rounds=200)
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert all(process.returncode for process in processes), outputs
+    try:
+        outputs = [process.communicate(timeout=250)[0] for process in processes]
+        assert all(process.returncode for process in processes), outputs
+    finally:
+        for process in processes:
+            process.kill()
     assert "BlockingIOError" in outputs[0] or "in use" in outputs[0], outputs[0]
-    assert time.monotonic() - begun < 120  # JAX waits for 300 seconds
+    assert time.monotonic() - begun < 200  # JAX waits for 300 seconds
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "tpu.sh"])

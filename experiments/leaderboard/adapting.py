@@ -215,8 +215,10 @@ def _enough(scenario: str, samples: Scores, passes: Scores, kind: report.Kind) -
         by_passes = _means(passes.get(system, {}), kind)
         if not means or (len(set(means.values())) == 1 and not by_passes):
             continue
-        last = [number for number in means if number in alone and not means[number] > alone[number]]
-        above = [number for number in means if number in alone and (not last or _in_order(number) > _in_order(last[-1]))]
+        # Where either mean is not finite, the system is not better.
+        both = [number for number in of_numbers if number in samples.get(LOCAL, {})]
+        last = [number for number in both if not means.get(number, np.nan) > alone.get(number, np.nan)]
+        above = [number for number in both if not last or _in_order(number) > _in_order(last[-1])]
         beats = "" if system == LOCAL or not alone else str(above[0] or "all") if above else "never"
         of_passes = str(_first(by_passes)) if by_passes else ""
         yield [scenario, system, of_passes, str(_first(means) or "all"), beats]

@@ -60,6 +60,7 @@ def extract(run: Run, folder: Path) -> dict[str, Any]:
         "rounds": study.rounds,
         "seeds": list(study.seeds),
         **({"draws": list(study.data_seeds)} if study.data_seeds else {}),
+        "trials": {"rounds": study.tuning.rounds or study.rounds, "seeds": len(study.tuning.seeds)},
         "hours": round(seconds / 3600, 3),
         "rows": rows,
     }

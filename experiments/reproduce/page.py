@@ -107,7 +107,7 @@ def _section(run: Run, found: Mapping[str, Any] | None) -> _Section:
     every: list[str] = []
     orders: list[str] = []
     if found is not None:
-        lines += [f"    {found['command']}", "", f"{_facts(found)}{_searched(study, found)}", ""]
+        lines += [f"    {found['command']}", "", f"{_facts(found)}{_searched(found)}", ""]
     shown: set[tuple[str, str, str]] = set()
     for (scenario, clients, scores), numbers in published_tables(study).items():
         table, by_score = _against(run, study, rows, scenario, clients, scores, numbers)
@@ -139,9 +139,9 @@ def _facts(found: Mapping[str, Any]) -> str:
     return f"{rounds} round{'s' * (rounds > 1)}; seeds {seeds}; {_source(found)}.{others}"
 
 
-def _searched(study: Study, found: Mapping[str, Any]) -> str:
+def _searched(found: Mapping[str, Any]) -> str:
     """Of how many rounds trials were, where they were shorter than runs: what is best early need not be best at the end."""
-    rounds, seeds = study.tuning.rounds or study.rounds, len(study.tuning.seeds)
+    rounds, seeds = found["trials"]["rounds"], found["trials"]["seeds"]
     if rounds >= found["rounds"] or not any(row["chosen"] for row in found["rows"]):
         return ""
     return f" Rates and the like were chosen after {rounds} rounds, with {seeds} seed{'s' * (seeds > 1)}."

@@ -28,7 +28,7 @@ class Rule:
       root: samples of the server, on which it runs the method's client rule; the resulting upload is the `reference`, which is
         `None` without root samples, and for what upload transformations measure.
       differences: whether the rule is about how much an upload changes, so that clients send by how much buffers moved instead of
-        their values.
+        their values. Asynchronous schedules, which weigh changes by their staleness first, refuse such a rule.
       name: for messages and records.
       config: hyper-parameters, for the record of a run.
     """

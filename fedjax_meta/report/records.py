@@ -38,7 +38,9 @@ def joined(first: Mapping[str, Any] | None, then: dict[str, Any]) -> dict[str, A
     if first is None:
         return then
     sums = {name: round(first[name] + then[name], 4) for name in ("seconds", "compile_seconds")}
-    train = {name: [*first["train"][name], *values] for name, values in then["train"].items()}
+    # Rounds before may be of a version of the method that measured something else.
+    lost = [None] * len(next(iter(first["train"].values()), ()))
+    train = {name: [*first["train"].get(name, lost), *values] for name, values in then["train"].items()}
     return {**then, **sums, "train": train, "faults": [*first["faults"], *then["faults"]]}
 
 

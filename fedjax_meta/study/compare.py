@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_meta import checks, metrics, report
 from fedjax_meta.federation import Federation
 from fedjax_meta.report.records import rounding_of
-from fedjax_meta.study import baselines, results, targets
+from fedjax_meta.study import baselines, parts, results, targets
 from fedjax_meta.study.result_files import read_final
 from fedjax_meta.study.scenario import TESTED_ON
 from fedjax_meta.study.study import Study, load
@@ -206,8 +206,8 @@ def _labels(paths: Sequence[Path]) -> list[str]:
       >>> _labels([Path("/a/first"), Path("/b/first"), Path("/b/second")])
       ['a/first', 'b/first', 'b/second']
     """
-    for parts in range(1, 1 + max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
+    for last in range(1, 1 + max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-last:]) for path in paths]
         if len(set(names)) == len(set(paths)):
             break
     return names
@@ -227,7 +227,7 @@ def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]
 
 
 def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data: str, traffic: float) -> Finished:
-    federation = {**study.system(name, scenario).federation, **trials[0].numbers}
+    federation = parts.at(study.system(name, scenario).federation, trials[0].numbers)
     cohorts = {key: federation.get(key, getattr(Federation, key)) for key in ("cohort_size", "participation")}
     cohorts["schedule"] = federation.get("schedule", Federation.schedule.__name__)
     settings = study.scenarios[scenario]

@@ -243,7 +243,7 @@ def told(
     Args:
       federation: as a study has them.
       attackers: share of the clients that attack, where the attack does not say it.
-      cohort_sizes: those of a grid; that of the federation when empty.
+      cohort_sizes: those that a grid may have; that of the federation when empty.
 
     Raises:
       ValueError: the word, or an attack, without a share; a number of attackers that depends on the point of a grid.
@@ -266,7 +266,7 @@ def told(
             each = [_numbered(option, found[option], attackers, size) for size in sizes]
             if any(one != each[0] for one in each):
                 raise ValueError(
-                    f"{option} says {ATTACKERS!r}, a number that depends on the cohort_size of the grid: write a number"
+                    f"{option} says {ATTACKERS!r}, a number of a cohort, but the grid has several sizes: write a number"
                 )
             found[option] = each[0]
     return found
@@ -317,6 +317,12 @@ def _numbered(option: str, given: Any, share: float | None, cohort_size: float) 
     if isinstance(given, Mapping):
         return {name: number(name) if value == ATTACKERS else value for name, value in given.items()}
     return given
+
+
+def at(federation: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a federation at a point of a grid, whose numbers may be for it or for its parts, see `placed`."""
+    dotted = {name: value for name, value in point.items() if "." in name}
+    return placed(federation, dotted) | {name: value for name, value in point.items() if "." not in name}
 
 
 def placed(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import files, flags, parts, targets
 from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.scenario import Scenario
-from fedjax_meta.study.system import System
+from fedjax_meta.study.system import AMONG_CLIENTS, System
 
 STORES = ("device", "host", "disk")
 ON_DIVERGENCE = ("continue", "stop")
@@ -275,10 +275,13 @@ class Study:
         on_scenario = None if scenario is None else self.scenario(scenario)
         if on_scenario is not None:
             shared |= on_scenario.federation
+        if own.pooled:
+            shared = {key: value for key, value in shared.items() if key not in AMONG_CLIENTS}
         merged = {**{key: value for key, value in shared.items() if key not in own.grid}, **own.federation}
         merged = parts.to_spend(merged, rounds=self.rounds, delta=self.delta)
         if on_scenario is not None:
-            sizes = own.grid.get("cohort_size", ())
+            # A grid may be extended, beyond every size that is known here.
+            sizes = [*own.grid["cohort_size"], 10**6] if "cohort_size" in own.grid else ()
             merged = parts.told(merged, attackers=on_scenario.attackers, cohort_sizes=sizes)
         return dataclasses.replace(own, federation=merged)
 

@@ -26,6 +26,7 @@ from fedjax_meta.study.parts import (
     SCHEDULES,
     STEP_WEIGHTS,
     UPLOADS,
+    at,
     filled,
     made,
     part,
@@ -52,8 +53,8 @@ __all__ = [
 ]
 
 
-AMONG_CLIENTS = ("schedule", "participation", "uploads", "aggregator", "attack")
-"""Options of a federation that central training does not have: nothing is sampled, sent, combined or attacked."""
+AMONG_CLIENTS = ("participation", "uploads", "aggregator", "attack")
+"""Options of a federation that central training does not have. Of the schedule it has the number of passes alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,8 @@ class System:
       tested_with: options of the method in tests, where they differ from those in rounds: `{finetune_epochs: 1}` tests MTFL's
         clients after local training. User accuracy is measured without them.
       pooled: central training: one client holds the samples of all that train, and makes as many passes over them as a client
-        makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg. Options of
-        the federation that are about many clients do not count (`AMONG_CLIENTS`).
+        makes on average in the study's rounds. Only for methods without personal leaves and memory, such as FedAvg. It has no
+        options that are about many clients (`AMONG_CLIENTS`); those of its study are left out.
 
     Raises:
       ValueError: an unknown method, option, part or preset, a preset of another method, a grid without values, an option that is
@@ -126,6 +127,9 @@ class System:
         checks.flag("pooled", self.pooled)
         if self.pooled and self.tested_with:
             raise ValueError("pooled and tested_with: leave one of them out")
+        odd = [name for name in AMONG_CLIENTS if self.pooled and name in self.federation]
+        if odd:
+            raise ValueError(f"pooled: central training knows no {odd[0]}: leave it out")
         # Words for numbers that a scenario will give have a value here, so that the rest can be checked.
         shared = told(placed(self.federation, {name: self.grid[name][0] for name in self.grid if "." in name}), attackers=0.1)
         for name, value in {**self.options, **shared}.items():
@@ -170,10 +174,9 @@ class System:
         takes = keywords(builder)
         options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
         options |= {name: value for name, value in numbers.items() if name in takes}
-        federation = placed(self.federation, {name: value for name, value in numbers.items() if "." in name})
-        federation |= {name: value for name, value in numbers.items() if "." not in name and name not in takes}
+        federation = at(self.federation, {name: value for name, value in numbers.items() if name not in takes})
         if self.pooled:
-            federation = {name: value for name, value in federation.items() if name not in AMONG_CLIENTS}
+            federation = {name: value for name, value in federation.items() if name != "schedule"}
         try:
             shared = with_clients(federation, clients)
             if self.projection is not None:

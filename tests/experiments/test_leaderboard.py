@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fedjax_meta import metrics
+from fedjax_meta import metrics, report
 from fedjax_meta.methods import METHODS
 from fedjax_meta.study import depends as depends_on
 from fedjax_meta.study import load, made, run, tuning
@@ -32,6 +32,7 @@ board = pytest.importorskip("experiments.leaderboard.board", reason="the list ne
 again = pytest.importorskip("experiments.leaderboard.again")
 rows = pytest.importorskip("experiments.leaderboard.changed")
 newcomers = pytest.importorskip("experiments.leaderboard.newcomers")
+adapting = pytest.importorskip("experiments.leaderboard.adapting")
 flops = pytest.importorskip("experiments.leaderboard.flops")
 gaps = pytest.importorskip("experiments.leaderboard.gaps")
 missing = pytest.importorskip("experiments.leaderboard.missing")
@@ -529,6 +530,16 @@ def test_fewer_samples_are_the_first_ones(folder):
     np.testing.assert_array_equal(few.start["support"], new.start["support"])
     np.testing.assert_array_equal(few.sizes("query"), new.sizes("query"))
     assert newcomers.fewer(new, 0) is new
+
+
+def test_a_mean_that_is_not_finite_is_neither_the_best_nor_better_than_local_training():
+    kind, seeds = report.Kind("accuracy", True, True), lambda means: {n: {1: mean, 2: mean} for n, mean in means.items()}
+    passes = {"a": seeds({1: math.nan, 2: 90.0, 5: 95.0, 10: 96.0, 20: 96.1})}
+    samples = {"local_only": seeds({5: 50.0, 10: 60.0, 20: 70.0}), "a": seeds({5: 60.0, 10: math.nan, 20: 80.0})}
+    assert adapting._own_best("s", passes, kind) == [("s", {10: 1})]
+    # It is better from 20 samples on: with 10 it diverged.
+    assert [*adapting._enough("s", samples, passes, kind)][1] == ["s", "a", "10", "20", "20"]
+    assert [*adapting._enough("s", {**samples, "a": seeds({5: math.nan})}, {}, kind)][1:] == []
 
 
 def test_the_page_has_new_clients_by_samples(folder, lines, tested):

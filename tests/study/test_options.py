@@ -97,6 +97,8 @@ def test_central_training_has_nothing_that_is_among_clients(tmp_path):
     assert without_clocks([found])[0].final == without_clocks([wanted])[0].final and found.final[0].rows[-1]["round"] == 4
     clients = noisy.scenarios["pairs"].build()
     assert guarantees.of_system(noisy, "pairs", "central", clients) is None
+    with pytest.raises(ValueError, match="pooled: central training knows no uploads: leave it out"):
+        study(systems={"central": {**central["central"], "federation": {"uploads": uploads}}})
     assert guarantees.words(noisy, noisy.system("central", "pairs").build(clients), 8) == []
 
 
@@ -122,10 +124,17 @@ def test_what_asynchronous_rounds_refuse_is_refused_before_anything_is_trained(t
 def test_a_number_of_attackers_does_not_follow_a_grid_of_cohorts():
     scenarios = {"pairs": {**TREE["scenarios"]["pairs"], "attackers": 0.25}}
     system = {"method": "fedavg", "federation": {"aggregator": "krum:f=attackers", "attack": "sign_flip"}}
-    with pytest.raises(ValueError, match="depends on the cohort_size of the grid: write a number"):
-        study(scenarios=scenarios, systems={"krum": {**system, "grid": {"cohort_size": [5, 8]}}}, federation={})
-    alike = study(scenarios=scenarios, systems={"krum": {**system, "grid": {"cohort_size": [7, 8]}}}, federation={})
-    assert alike.system("krum", "pairs").federation["aggregator"] == "krum:f=2"
+    # A grid may be extended, so that 2 of 7 and 2 of 8 are no reason to take it.
+    for sizes in ([5, 8], [7, 8]):
+        with pytest.raises(ValueError, match="a number of a cohort, but the grid has several sizes: write a number"):
+            study(scenarios=scenarios, systems={"krum": {**system, "grid": {"cohort_size": sizes}}}, federation={})
+    trimmed = {
+        "method": "fedavg",
+        "federation": {"aggregator": "trimmed_mean:share=attackers"},
+        "grid": {"cohort_size": [5, 8]},
+    }
+    alike = study(scenarios=scenarios, systems={"trimmed": trimmed}, federation={})
+    assert alike.system("trimmed", "pairs").federation["aggregator"] == "trimmed_mean:share=0.25"
 
 
 def test_a_run_that_diverges_is_stopped_and_the_others_go_on(tmp_path):
