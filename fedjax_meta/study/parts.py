@@ -393,11 +393,12 @@ def with_clients(federation: Mapping[str, Any], clients: Clients | None) -> dict
       ValueError: what a part refuses, and parts that need clients without them.
     """
     shared = {name: part(name, value) if name in PARTS else value for name, value in federation.items()}
-    given = shared.pop("uploads", None)
+    given = shared.get("uploads")
     if callable(shared.get("aggregator")) and _named(federation["aggregator"]) == "fltrust":
         shared["aggregator"] = shared["aggregator"](_needed("aggregator fltrust", clients))
-    if given is not None:
-        plain = [_by_multiplier(one, shared, clients) for one in given]
+    if isinstance(given, (list, tuple)):  # else `Federation` says what it must be
+        others = {name: value for name, value in shared.items() if name != "uploads"}
+        plain = [_by_multiplier(one, others, clients) for one in given]
         shared["uploads"] = tuple(made("uploads", UPLOADS, one) for one in plain)
     return shared
 

@@ -74,7 +74,7 @@ def _of_type(system: System, *types: type) -> tuple[str, ...]:
     kinds = {field.name: field.type for field in dataclasses.fields(Federation)}
     given = {name: option_at(system.federation, name) if "." in name else own.get(name) for name in system.grid}
     kinds |= {name: _kind(option, system.grid[name]) for name, option in given.items() if option is not None}
-    return tuple(name for name in system.grid if set(types) & {kinds.get(name), *get_args(kinds.get(name))})
+    return tuple(name for name in system.grid if any(one in types for one in (kinds.get(name), *get_args(kinds.get(name)))))
 
 
 def _kind(option: inspect.Parameter, values: Sequence[float]) -> Any:

@@ -98,6 +98,7 @@ CALLS = [
     ("fedavg(uploads=[{name: adaptive_clip, norm: -1}])", "norm=-1 must be finite and above 0"),
     ("fedavg(uploads=clip)", "uploads='clip' must be a list of parts"),
     ("fedavg(uploads=[3])", "uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not 3.0"),
+    ("fedavg(schedule=[3])", "schedule must be a name, or a mapping with a name and options, not 3.0"),
     ("fedavg(participation=stragglers)", "participation stragglers needs share, epochs"),
     ("fedavg(participation={name: stragglers, share: 2, epochs: 5})", "share=2 must lie between 0 and 1"),
     ("fedavg(participation={name: stragglers, share: 0.5, epochs: 1})", "epochs=1 must be an integer of at least 2"),
