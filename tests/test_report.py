@@ -339,6 +339,18 @@ def test_rows_of_a_broken_off_block_precede_the_next_one(predictions):
     assert report.joined(None, then) is then
 
 
+def test_a_metric_that_rounds_before_did_not_have_is_unknown_there():
+    first = {
+        "round": 2,
+        "seconds": 1.0,
+        "compile_seconds": 0.0,
+        "train": {"loss": [3.0, 2.0], "cluster": [0.5, 0.5]},
+        "faults": [],
+    }
+    then = {**first, "round": 3, "train": {"loss": [1.0], "cluster_0": [0.25]}}
+    assert report.joined(first, then)["train"] == {"loss": [3.0, 2.0, 1.0], "cluster_0": [None, None, 0.25]}
+
+
 @pytest.mark.parametrize("seeds", [1, 2])
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_figure_marks_what_diverged(seeds, all_of_them, tmp_path):

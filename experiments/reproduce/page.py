@@ -144,7 +144,7 @@ def _searched(found: Mapping[str, Any]) -> str:
     rounds, seeds = found["trials"]["rounds"], found["trials"]["seeds"]
     if rounds >= found["rounds"] or not any(row["chosen"] for row in found["rows"]):
         return ""
-    return f" Rates and the like were chosen after {rounds} rounds, with {seeds} seed{'s' * (seeds > 1)}."
+    return f" Tuned options were chosen by trials of {rounds} rounds, with {seeds} seed{'s' * (seeds > 1)}."
 
 
 def _source(part: Mapping[str, Any]) -> str:

@@ -227,7 +227,7 @@ def _named_apart(one: Finished, name: str, found: Sequence[tuple[Finished, str]]
 
 
 def _finished(study: Study, scenario: str, name: str, trials: list[Trial], data: str, traffic: float) -> Finished:
-    federation = parts.at(study.system(name, scenario).federation, trials[0].numbers)
+    federation = parts.at_point(study.system(name, scenario).federation, trials[0].numbers)
     cohorts = {key: federation.get(key, getattr(Federation, key)) for key in ("cohort_size", "participation")}
     cohorts["schedule"] = federation.get("schedule", Federation.schedule.__name__)
     settings = study.scenarios[scenario]

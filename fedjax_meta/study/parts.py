@@ -319,7 +319,7 @@ def _numbered(option: str, given: Any, share: float | None, cohort_size: float) 
     return given
 
 
-def at(federation: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+def at_point(federation: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a federation at a point of a grid, whose numbers may be for it or for its parts, see `placed`."""
     dotted = {name: value for name, value in point.items() if "." in name}
     return placed(federation, dotted) | {name: value for name, value in point.items() if "." not in name}

@@ -26,7 +26,7 @@ from fedjax_meta.study.parts import (
     SCHEDULES,
     STEP_WEIGHTS,
     UPLOADS,
-    at,
+    at_point,
     filled,
     made,
     part,
@@ -174,7 +174,7 @@ class System:
         takes = keywords(builder)
         options = {name: part(name, value) if name in PARTS else value for name, value in self.options.items()}
         options |= {name: value for name, value in numbers.items() if name in takes}
-        federation = at(self.federation, {name: value for name, value in numbers.items() if name not in takes})
+        federation = at_point(self.federation, {name: value for name, value in numbers.items() if name not in takes})
         if self.pooled:
             federation = {name: value for name, value in federation.items() if name != "schedule"}
         try:
