@@ -21,11 +21,11 @@ from fedjax_meta.evaluation import with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.rounds.server import check_combined
-from fedjax_meta.study import baselines, guarantees
+from fedjax_meta.study import baselines, guarantees, lookup
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.job import scored_clients
-from fedjax_meta.study.parts import part
+from fedjax_meta.study.parts import own_names, part
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.system import System
@@ -112,6 +112,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             f"store={study.store!r} tests all clients, but those that attack or are noisy are not scored: keep the clients on "
             "the device (store: device)"
         )
+    own = not system.pooled and any(map(lookup.is_own, (system.method, *own_names(system.federation))))
     traced: set[tuple[Any, ...]] = set()
     for point in points:
         algorithm = system.build(clients, **point)
@@ -130,8 +131,8 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
         _check_tested(system, point, state, clients)
         federation = system.parts(clients, **point)[1]
         _check_defence(federation, state.model, clients.train)
-        if isinstance(federation.schedule, Asynchronous):
-            # Only the trace of a round tells what clients send, and whether their user accuracy can be measured.
+        if own or isinstance(federation.schedule, Asynchronous):
+            # Only the trace of a round tells what is wrong in own code, what clients send, and whether there is a user accuracy.
             watched = algorithm if view is None else with_user_accuracy(algorithm, support=view)
             jax.eval_shape(watched.round, jax.random.key(0), state, clients.train)
     if system.pooled and jax.tree.leaves((state.personal, state.memory)):

@@ -51,6 +51,7 @@ BROKEN = {
     "reads": METHOD.format(**RIGHT | {"builder": "open('weights.npz')"}),
     "returns": METHOD.format(**RIGHT | {"client": "return received.model"}),
     "elsewhere": METHOD.format(**RIGHT | {"client": "from helper import fails; fails()"}),
+    "counts": METHOD.format(**RIGHT | {"client": "return fm.Trained(received.model, {'left_out': jnp.zeros(())})"}),
     "helper": "def fails():\n    assert False\n",
     "adapts": METHOD.format(**RIGHT).replace("fm.received_model", "lambda *given: {}['adapts']"),
     "fragile": "def small(inputs, classes):\n    raise KeyError('oops')\n",
@@ -87,6 +88,10 @@ def one(stacked, weights):
 
 def honest(attackers):
     return 3
+
+
+def lies(attackers):
+    return fm.attacks.Attack(name="lies", attackers=attackers, lie=lambda key, change: 0.0)
 """,
     "cuts": """import numpy as np
 
@@ -439,6 +444,24 @@ def test_an_error_in_own_code_names_what_it_is_of_and_its_line(words, message, p
     with pytest.raises(ValueError) as error:
         cli.app([*words, "--debug"], standalone_mode=False)
     assert imports.place_of(error.value) == place
+
+
+@pytest.mark.parametrize(
+    ("method", "federation", "words"),
+    [
+        ("adds:wrong", {}, "TypeError: add got incompatible shapes"),
+        ("counts:wrong", {"schedule": {"name": "poisson", "rate": 0.5}}, "'left_out'"),
+        ("fedavg", {"attack": {"name": "alike:lies", "attackers": [0]}}, "the lie of an attack must be like"),
+    ],
+)
+def test_own_code_that_fails_in_a_round_is_refused_before_other_systems_train(tmp_path, method, federation, words):
+    federation = {"cohort_size": 4, **federation}
+    systems = {"good": tree()["systems"]["local"], "bad": {"method": method, "options": {"lr": 0.1}, "federation": federation}}
+    chosen = study(systems=systems)
+    watcher = Silent()
+    with pytest.raises(ValueError, match=f"pairs, bad: .*{words}"):
+        run.run(chosen, tmp_path, watcher=watcher)
+    assert watcher.records == 0
 
 
 def test_a_client_that_returns_a_model_alone_is_told_what_to_return():
