@@ -102,25 +102,26 @@ def views() -> str:
 
 
 def a_round() -> str:
-    """What happens in a round, in seven steps."""
+    """The steps of a round, as docs/architecture.md numbers them."""
     steps = (
         ("cohort", "draw C of N ids"),
-        ("rows", "gather what they keep"),
-        ("clients", "adapt, train (vmap)"),
-        ("uploads", "clip, quantise, mask"),
+        ("rows", "read what they keep"),
+        ("clients", "train, upload (vmap)"),
         ("aggregate", "mean, median, Krum"),
         ("server", "optimiser's step"),
-        ("scatter", "write rows back"),
+        ("collaborate", "mix, where methods do"),
     )
     parts = [words(20, 28, "One round: a pure function (key, state, data) to state", weight="bold")]
     for i, (name, what) in enumerate(steps):
-        x, y = 20 + 165 * (i % 4), 48 + 100 * (i // 4)
-        fill = OWN if name in ("rows", "clients", "scatter") else SHARED
-        parts += [box(x, y, 140, 44, fill, f"{i + 1}. {name}", 14), words(x + 70, y + 62, what, 12, "middle")]
-        if i in (0, 1, 2, 4, 5):
-            parts.append(arrow(x + 141, y + 22, x + 163, y + 22))
-    parts.append(f'<path d="M585 118v12H90v16" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#a)"/>')
-    return svg(680, 240, parts, "A round")
+        x, y = 20 + 220 * (i % 3), 48 + 100 * (i // 3)
+        fill = OWN if name in ("rows", "clients", "collaborate") else SHARED
+        parts += [box(x, y, 190, 44, fill, f"{i + 1}. {name}", 14), words(x + 95, y + 62, what, 12, "middle")]
+        if i in (0, 1, 3, 4):
+            parts.append(arrow(x + 191, y + 22, x + 218, y + 22))
+    parts.append(f'<path d="M555 118v12H115v16" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#a)"/>')
+    parts += [box(20, 236, 18, 18, OWN), words(46, 250, "reads or writes rows of clients")]
+    parts += [box(330, 236, 18, 18, SHARED), words(356, 250, "does not")]
+    return svg(680, 270, parts, "A round")
 
 
 DRAWINGS = {"client_axis": client_axis, "masks": mask, "views": views, "round": a_round}

@@ -23,12 +23,12 @@ from fedjax_meta.types import Key, PyTree
 def one_round(setting: Setting, key: Key, state: State, data: FederatedData) -> tuple[State, RoundInfo]:
     """A round, as `Algorithm.round`.
 
-    1. `_draw`: the cohort.
-    2. `_train`: its clients train (`client.client_round`), and what they send is added up.
-    3. `server.next_state`: the server moves along the mean of that.
-    4. `_mix`: clients get something of each other, if the method wants it (`server.collaborate`).
-    5. `_info`: what the round reports.
-    6. `server.inherited`: models take over others, if the method has such (a new cluster that of its parent).
+    - `_draw`: the cohort.
+    - `_train`: its clients train (`client.client_round`), and what they send is added up.
+    - `server.next_state`: the server moves along the mean of that.
+    - `_mix`: clients receive something from each other, if the method wants it (`server.collaborate`).
+    - `_info`: what the round reports.
+    - `server.inherited`: models take over others, if the method has such (a new cluster that of its parent).
     """
     f = setting.federation
     if len(state.residual) != len(f.uploads):
