@@ -126,17 +126,17 @@ def _on_device(
 ) -> Any:
     """Runs one device's groups one after the other and carries the sum along; (sum over devices, kept, outputs of all)."""
     # Every device computes the whole assignment. XLA would otherwise spread it over the devices, with collectives in its loop.
-    homes = layout.homes(rows)
-    if sizes is None and homes is None:
-        slots, groups = map(jnp.asarray, _deal_equal(ids.shape[0], lanes, layout.devices))
+    owners = layout.owners(rows)
+    if sizes is None and owners is None:
+        slots, groups = map(jnp.asarray, _assign_equal(ids.shape[0], lanes, layout.devices))
     else:
         work = jnp.ones_like(ids) if sizes is None else sizes
-        slots, groups = _deal(work, lanes, layout.devices, homes, layout.room)
-    where, away = layout.routes(rows, slots)
+        slots, groups = _assign(work, lanes, layout.devices, owners, layout.room)
+    where, remote = layout.routes(rows, slots)
     share = slots.shape[0] // layout.devices
     mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, layout.here() * share, share), (slots, where))
     members, where = jax.tree.map(lambda leaf: leaf.reshape(-1, lanes), mine)
-    held = layout.begin(kept, away)
+    held = layout.begin(kept, remote)
 
     def clients(g: Any, held: Held) -> ClientUpdate:
         who = ids.at[members[g]].get(mode="fill", fill_value=-1)
@@ -159,18 +159,18 @@ def _on_device(
     # Rows that are only read stay out of what the loop carries, which would be copied.
     start = (total, outputs, held if changes else ())
     total, outputs, after = jax.lax.fori_loop(0, groups[layout.here()], step, start)
-    total, outputs, sent = layout.exchanged(total, outputs, after.sent if changes else ())
-    return total, layout.end(after._replace(sent=sent), away, kept) if changes else kept, outputs
+    total, outputs, renewed = layout.exchanged(total, outputs, after.renewed if changes else ())
+    return total, layout.end(after._replace(renewed=renewed), remote, kept) if changes else kept, outputs
 
 
-def _deal(
-    sizes: jax.Array, lanes: int, devices: int, homes: jax.Array | None = None, room: int = 0
+def _assign(
+    sizes: jax.Array, lanes: int, devices: int, owners: jax.Array | None = None, room: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Assigns the members of a cohort to devices and lanes.
 
     Members are sorted by size and cut into groups of `lanes`, because a group takes as long as its largest member. Groups go,
     largest first, to the device with the least work so far (Graham 1969: at most 4/3 of the best makespan), so that a device may
-    get anything from none to all of them. With `homes`, the device of each member, int32 `[C]`, a group has members of one home
+    get anything from none to all of them. With `owners`, the device of each member, int32 `[C]`, a group has members of one owner
     and stays there while that has less than its share of the work; at most `room` members go elsewhere.
 
     Returns:
@@ -179,50 +179,50 @@ def _deal(
     """
     cohort_size = sizes.shape[0]
     order = jnp.argsort(-sizes, stable=True).astype(jnp.int32)
-    if homes is None:
+    if owners is None:
         groups = -(-cohort_size // lanes)
         order = jnp.pad(order, (0, groups * lanes - cohort_size), constant_values=cohort_size)
     else:
-        # The members of each home begin a group of their own.
+        # The members of each owner begin a group of their own.
         groups = -(-cohort_size // lanes) + devices - 1
-        order = order[jnp.argsort(homes[order], stable=True)]
-        inhabitants = jnp.bincount(homes, length=devices)
-        filled = -(-inhabitants // lanes) * lanes
-        moved = (jnp.cumsum(filled) - filled) - (jnp.cumsum(inhabitants) - inhabitants)
-        place = jnp.arange(cohort_size) + moved[homes[order]]
+        order = order[jnp.argsort(owners[order], stable=True)]
+        owned = jnp.bincount(owners, length=devices)
+        filled = -(-owned // lanes) * lanes
+        moved = (jnp.cumsum(filled) - filled) - (jnp.cumsum(owned) - owned)
+        place = jnp.arange(cohort_size) + moved[owners[order]]
         order = jnp.full(groups * lanes, cohort_size, jnp.int32).at[place].set(order)
     order = order.reshape(groups, lanes)
     if devices == 1:
         return order.reshape(-1), jnp.full(1, groups, jnp.int32)
     work = jnp.maximum(sizes.at[order[:, 0]].get(mode="fill", fill_value=0), 1)
-    home = None
-    if homes is not None:
-        home = homes.at[order[:, 0]].get(mode="fill", fill_value=devices)
-        largest = jnp.argsort(jnp.where(home < devices, -work, 0), stable=True)
-        order, work, home = order[largest], work[largest], home[largest]
+    owner = None
+    if owners is not None:
+        owner = owners.at[order[:, 0]].get(mode="fill", fill_value=devices)
+        largest = jnp.argsort(jnp.where(owner < devices, -work, 0), stable=True)
+        order, work, owner = order[largest], work[largest], owner[largest]
     share = jnp.sum(work) / devices
 
     def give(shares: Any, group: Any) -> Any:
-        load, count, away = shares
-        work, home, members = group
+        load, count, remote = shares
+        work, owner, members = group
         device = jnp.argmin(load)
-        if home is not None:
-            stays = (load[home] + work <= share) | (away + members > room)
+        if owner is not None:
+            stays = (load[owner] + work <= share) | (remote + members > room)
             # A group without members goes nowhere.
-            device = jnp.where(stays | (home == devices), home, device)
-            away += jnp.where(device != home, members, 0)
-        return (load.at[device].add(work, mode="drop"), count.at[device].add(1, mode="drop"), away), (device, count[device])
+            device = jnp.where(stays | (owner == devices), owner, device)
+            remote += jnp.where(device != owner, members, 0)
+        return (load.at[device].add(work, mode="drop"), count.at[device].add(1, mode="drop"), remote), (device, count[device])
 
     none = jnp.zeros(devices, jnp.int32)
     start = (none.astype(work.dtype), none, jnp.zeros((), jnp.int32))
     members = jnp.sum(order < cohort_size, 1, dtype=jnp.int32)
-    (_, count, _), (device, place) = jax.lax.scan(give, start, (work, home, members))
+    (_, count, _), (device, place) = jax.lax.scan(give, start, (work, owner, members))
     slots = jnp.full((devices, groups, lanes), cohort_size, jnp.int32).at[device, place].set(order, mode="drop")
     return slots.reshape(-1), count
 
 
-def _deal_equal(cohort_size: int, lanes: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
-    """`_deal` for members of equal size, in NumPy."""
+def _assign_equal(cohort_size: int, lanes: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """`_assign` for members of equal size, in NumPy."""
     groups = -(-cohort_size // lanes)
     members = np.arange(groups * lanes, dtype=np.int32).reshape(groups, lanes)
     slots = np.full((devices, groups, lanes), cohort_size, np.int32)

@@ -185,10 +185,39 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
 
 
 def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
+    """Raises where a task's model has leaves that cannot be trained, or does not take the data or weigh their samples."""
     variables = variables_shape(task)
     trainable = task.trainable(variables)
     if checks.misplaced_leaf(roles, variables) is None:
         trainable = jax.tree.map(lambda moves, role: moves and role is not Role.FROZEN, trainable, roles)
+    _check_types(variables, trainable)
+    x, y = _one_sample(data)
+    weight: Any = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
+    batch = Batch(x, y, weight)
+    form = f"inputs {_form(x)} and {'labels' if data.num_classes else 'targets'} {_form(y)}"
+    try:
+        logits = jax.eval_shape(task.predict, variables, x)
+        program, (loss, after) = jax.make_jaxpr(_loss_of(task), return_shape=True)(variables, batch)
+        criterion = getattr(task.loss, "criterion", None)
+        if isinstance(criterion, MeanLoss):
+            check_entries(criterion.name, criterion.entries, logits, targets(batch))
+    # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
+    except Exception as error:
+        raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
+    if loss.shape != ():
+        raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
+    _check_weight_is_read(program, len(jax.tree.leaves(variables)), len(jax.tree.leaves((x, y))), after)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(f"the task's loss is {loss.dtype}, which has no gradient: it must be a floating-point number")
+    labels = y.value if isinstance(y, Weighted) else y
+    ranks = getattr(logits, "ndim", 0), 1 + getattr(labels, "ndim", -1)
+    # A task without predictions (`from_loss`) has no outputs at all.
+    if data.num_classes and ranks[0] == ranks[1] and 0 < logits.shape[-1] < data.num_classes:
+        raise ValueError(f"the model has {logits.shape[-1]} outputs, but the data have num_classes={data.num_classes}")
+
+
+def _check_types(variables: Variables, trainable: PyTree) -> None:
+    """Raises where a leaf that is trained has no gradient, or a leaf is complex."""
     moved = jax.tree.leaves(trainable)
     for (path, leaf), moves in zip(jax.tree_util.tree_leaves_with_path(variables), moved, strict=True):
         if moves and not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -200,22 +229,16 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             where = jax.tree_util.keystr(path)
             raise ValueError(f"the model's leaf {where} is {leaf.dtype}{list(leaf.shape)}: complex leaves are not supported")
-    x, y = _one_sample(data)
-    weight: Any = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
-    batch = Batch(x, y, weight)
-    form = f"inputs {_form(x)} and {'labels' if data.num_classes else 'targets'} {_form(y)}"
-    try:
-        logits = jax.eval_shape(task.predict, variables, x)
-        program, (loss, moved) = jax.make_jaxpr(_loss_of(task), return_shape=True)(variables, batch)
-        criterion = getattr(task.loss, "criterion", None)
-        if isinstance(criterion, MeanLoss):
-            check_entries(criterion.name, criterion.entries, logits, targets(batch))
-    # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
-    except Exception as error:
-        raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
-    if loss.shape != ():
-        raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
-    model, samples = len(jax.tree.leaves(variables)), len(jax.tree.leaves((x, y)))
+
+
+def _check_weight_is_read(program: Any, model: int, samples: int, after: Variables) -> None:
+    """Raises where a loss, or a variable that it renews, follows from samples and not from their weight.
+
+    Args:
+      program: the jaxpr of `(variables, batch) -> (loss, variables)`.
+      model, samples: how many leaves the variables have, and the samples.
+      after: the renewed variables.
+    """
     by_samples, by_weight = ([*[False] * model, *[not of_weight] * samples, of_weight] for of_weight in (False, True))
     reads = zip(dependent(program, by_samples), dependent(program, by_weight), strict=True)
     careless = [of_samples and not of_weight for of_samples, of_weight in reads]
@@ -225,18 +248,11 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
             "take the mean of real ones, fm.task.weighted_mean(losses, batch.weight)"
         )
     if any(careless):
-        path, _ = jax.tree_util.tree_leaves_with_path(moved)[careless.index(True) - 1]
+        path, _ = jax.tree_util.tree_leaves_with_path(after)[careless.index(True) - 1]
         raise ValueError(
             f"the model's leaf {jax.tree_util.keystr(path)} is renewed from samples without their weight, which is 0 for rows "
             "that fill a batch up: they would count as samples; take statistics of real ones, by the argument weight"
         )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(f"the task's loss is {loss.dtype}, which has no gradient: it must be a floating-point number")
-    labels = y.value if isinstance(y, Weighted) else y
-    ranks = getattr(logits, "ndim", 0), 1 + getattr(labels, "ndim", -1)
-    # A task without predictions (`from_loss`) has no outputs at all.
-    if data.num_classes and ranks[0] == ranks[1] and 0 < logits.shape[-1] < data.num_classes:
-        raise ValueError(f"the model has {logits.shape[-1]} outputs, but the data have num_classes={data.num_classes}")
 
 
 def _loss_of(task: Task) -> Callable[[Variables, Batch], tuple[jax.Array, Variables]]:

@@ -510,12 +510,7 @@ def adapt(
     """
     require_inner("adapt", inner)
     checks.count("steps", steps)
-    support = split_support(support)[0]
-    check_floats(meta)
-    _check_mask(inner, meta)
-    check_loss(loss, inner.start(meta), as_batches(support, steps))
-    meta = _own_copy(inner, loss, meta, support, None, steps)
-    support = as_batches(support, steps)
+    meta, support, _, _ = prepared(inner, loss, meta, support, None, steps)
     adapted, losses = run_inner(loss, meta, support, inner)
     return adapted, losses.total / jnp.maximum(support.steps, 1)
 

@@ -14,8 +14,8 @@ import numpy as np
 from fedjax_meta.keys import is_key
 from fedjax_meta.types import PyTree
 
-AWAY_BYTES, AWAY_LEAST = 2**23, 8
-"""Rows that may travel in a round: as many as have so many bytes, and at least so many."""
+REMOTE_BYTES, REMOTE_LEAST = 2**23, 8
+"""Rows that may be remote in a round, i.e. travel to another device: as many as have so many bytes, and at least so many."""
 
 
 class Where(NamedTuple):
@@ -30,8 +30,8 @@ class Where(NamedTuple):
     via: jax.Array
 
 
-class Away(NamedTuple):
-    """The rows that travel.
+class Remote(NamedTuple):
+    """The rows that travel to a device that does not own them.
 
     Attributes:
       rows: int32 `[room]`, of the population; -1 for an empty place.
@@ -47,13 +47,13 @@ class Held(NamedTuple):
 
     Attributes:
       mine: its rows, leaves `[n, ...]`.
-      came: the rows that travel, as they were, leaves `[room, ...]`.
-      sent: what became of those that travelled to this device, and zeros.
+      received: the rows that travel, as they were, leaves `[room, ...]`.
+      renewed: what became of those that travelled to this device, and zeros.
     """
 
     mine: PyTree
-    came: PyTree
-    sent: PyTree
+    received: PyTree
+    renewed: PyTree
 
 
 class Layout(NamedTuple):
@@ -84,41 +84,41 @@ class Layout(NamedTuple):
         room = 0 if devices == 1 else cohort_size
         if divided:
             one = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // count
-            room = min(cohort_size, max(AWAY_LEAST, AWAY_BYTES // max(one, 1)))
+            room = min(cohort_size, max(REMOTE_LEAST, REMOTE_BYTES // max(one, 1)))
         return cls(devices, count // devices if divided else count, divided, room, axis)
 
     def here(self) -> Any:
         """The number of the device that asks."""
         return jax.lax.axis_index(self.axis) if self.devices > 1 else 0
 
-    def homes(self, rows: jax.Array) -> jax.Array | None:
+    def owners(self, rows: jax.Array) -> jax.Array | None:
         """The device that has each row, int32 `[C]`; `None` where it makes no difference which device runs a client."""
         return jnp.maximum(rows, 0) // self.each if self.divided and self.room < rows.shape[0] else None
 
-    def routes(self, rows: jax.Array, slots: jax.Array) -> tuple[Where, Away]:
-        """For the rows of a cohort, int32 `[C]`, and the member that each slot runs (see `engine._deal`)."""
+    def routes(self, rows: jax.Array, slots: jax.Array) -> tuple[Where, Remote]:
+        """For the rows of a cohort, int32 `[C]`, and the member that each slot runs (see `engine._assign`)."""
         runner = jnp.repeat(jnp.arange(self.devices, dtype=jnp.int32), slots.shape[0] // self.devices)
         row = rows.at[slots].get(mode="fill", fill_value=-1)
         at = self._local(row, runner)
         if not self.room:
-            return Where(at, jnp.full_like(at, -1)), Away(jnp.zeros(0, jnp.int32), jnp.zeros((), jnp.int32))
+            return Where(at, jnp.full_like(at, -1)), Remote(jnp.zeros(0, jnp.int32), jnp.zeros((), jnp.int32))
         travels = (at < 0) & (row >= 0) if self.divided else row >= 0
         place = jnp.cumsum(travels, dtype=jnp.int32) - 1
-        away = jnp.full(self.room, -1, jnp.int32).at[jnp.where(travels, place, self.room)].set(row, mode="drop")
-        return Where(at, jnp.where(travels, place, -1)), Away(away, jnp.sum(travels, dtype=jnp.int32))
+        remote = jnp.full(self.room, -1, jnp.int32).at[jnp.where(travels, place, self.room)].set(row, mode="drop")
+        return Where(at, jnp.where(travels, place, -1)), Remote(remote, jnp.sum(travels, dtype=jnp.int32))
 
-    def begin(self, kept: PyTree, away: Away) -> Held:
+    def begin(self, kept: PyTree, remote: Remote) -> Held:
         """What this device has before its first client; the first exchange."""
         mine = jax.tree.map(_raw, kept)
         empty = jax.tree.map(lambda leaf: jnp.zeros((self.room, *leaf.shape[1:]), leaf.dtype), mine)
         if not (self.divided and self.room):
             return Held(mine, (), empty if self.room else ())
 
-        def pack(k: Any, came: PyTree) -> PyTree:
-            at = self._local(away.rows[k], self.here())
-            return put(came, jnp.where(at < 0, -1, k)[None], _take(mine, at[None]))
+        def pack(k: Any, received: PyTree) -> PyTree:
+            at = self._local(remote.rows[k], self.here())
+            return put(received, jnp.where(at < 0, -1, k)[None], _take(mine, at[None]))
 
-        return Held(mine, self._summed(jax.lax.fori_loop(0, away.number, pack, empty)), empty)
+        return Held(mine, self._summed(jax.lax.fori_loop(0, remote.number, pack, empty)), empty)
 
     def read(self, held: Held, where: Where, like: PyTree) -> PyTree:
         """The rows of the clients of a group, leaves `[lanes, ...]` of the types of `like`."""
@@ -126,11 +126,11 @@ class Layout(NamedTuple):
         if self.divided and self.room:
 
             def either() -> PyTree:
-                came = _take(held.came, where.via)
-                return jax.tree.map(lambda here, there: _choose(where.at >= 0, here, there), rows, came)
+                received = _take(held.received, where.via)
+                return jax.tree.map(lambda here, there: _choose(where.at >= 0, here, there), rows, received)
 
             # A branch makes a copy of the rows. Otherwise XLA reads them again where others are written, and copies all for that.
-            rows = jax.lax.cond(jnp.any(where.at >= 0), either, lambda: _take(held.came, where.via))
+            rows = jax.lax.cond(jnp.any(where.at >= 0), either, lambda: _take(held.received, where.via))
         return jax.tree.map(_typed, rows, like)
 
     def write(self, held: Held, where: Where, new: PyTree) -> Held:
@@ -138,18 +138,18 @@ class Layout(NamedTuple):
         new = jax.tree.map(_raw, new)
         # Where all devices have all rows, each learns what became of a row in the last exchange.
         mine = put(held.mine, where.at, new) if self.divided or self.devices == 1 else held.mine
-        return held._replace(mine=mine, sent=put(held.sent, where.via, new) if self.room else ())
+        return held._replace(mine=mine, renewed=put(held.renewed, where.via, new) if self.room else ())
 
-    def end(self, held: Held, away: Away, like: PyTree) -> PyTree:
-        """The rows of this device after its last client, with those that came back; `held.sent` is what was exchanged."""
+    def end(self, held: Held, remote: Remote, like: PyTree) -> PyTree:
+        """The rows of this device after its last client, with those that came back; `held.renewed` is what was exchanged."""
         mine = held.mine
         if self.room:
 
             def unpack(k: Any, mine: PyTree) -> PyTree:
-                at = self._local(away.rows[k], self.here())
-                return put(mine, at[None], _take(held.sent, k[None]))
+                at = self._local(remote.rows[k], self.here())
+                return put(mine, at[None], _take(held.renewed, k[None]))
 
-            mine = jax.lax.fori_loop(0, away.number, unpack, mine)
+            mine = jax.lax.fori_loop(0, remote.number, unpack, mine)
         return jax.tree.map(_typed, mine, like)
 
     def _local(self, rows: jax.Array, device: Any) -> jax.Array:
@@ -161,12 +161,12 @@ class Layout(NamedTuple):
         """The sum over devices of trees of which all but one are zeros at any place, bit for bit."""
         return self.exchanged((), tree, ())[1]
 
-    def exchanged(self, total: PyTree, outputs: PyTree, sent: PyTree) -> tuple[Any, Any, Any]:
-        """Sums `total`, `outputs` and `sent` over devices, with one collective per dtype; the last two as in `_summed`."""
+    def exchanged(self, total: PyTree, outputs: PyTree, renewed: PyTree) -> tuple[Any, Any, Any]:
+        """Sums `total`, `outputs` and `renewed` over devices, with one collective per dtype; the last two as in `_summed`."""
         if self.devices == 1:
-            return total, outputs, sent
-        total, words = jax.lax.psum((total, jax.tree.map(_words, (outputs, sent))), self.axis)
-        return total, *jax.tree.map(_numbers, words, (outputs, sent))
+            return total, outputs, renewed
+        total, words = jax.lax.psum((total, jax.tree.map(_words, (outputs, renewed))), self.axis)
+        return total, *jax.tree.map(_numbers, words, (outputs, renewed))
 
 
 def _take(tree: PyTree, at: jax.Array) -> PyTree:

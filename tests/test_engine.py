@@ -104,8 +104,8 @@ def by_hand(ids=IDS, population=POPULATION):
 )
 def test_a_cohort_is_a_loop_over_its_clients_whatever_the_layout(monkeypatch, lanes, devices, population, room):
     if room is not None:
-        monkeypatch.setattr(rows, "AWAY_BYTES", 0)
-        monkeypatch.setattr(rows, "AWAY_LEAST", room)
+        monkeypatch.setattr(rows, "REMOTE_BYTES", 0)
+        monkeypatch.setattr(rows, "REMOTE_LEAST", room)
     run = jax.jit(lambda ids: run_cohort(ids, population, lanes=lanes, devices=devices))
     rest = np.setdiff1d(np.arange(population), IDS)
     for ids in (IDS, IDS[::-1]):
@@ -185,12 +185,12 @@ def test_padding_is_not_counted_even_where_it_is_not_finite():
     assert kept.tolist() == [0, 1, 2, 3] and outputs.tolist() == [2] * 4
 
 
-deal = jax.jit(engine._deal, static_argnums=(1, 2))
+assign = jax.jit(engine._assign, static_argnums=(1, 2))
 
 
 def loads(sizes, lanes, devices):
     """(work of each device in units of its groups' largest members, members in the order of the slots)."""
-    slots, groups = deal(jnp.asarray(sizes), lanes, devices)
+    slots, groups = assign(jnp.asarray(sizes), lanes, devices)
     slots = np.asarray(slots).reshape(devices, -1, lanes)
     padded = np.append(sizes, 0)
     work = [sum(padded[group].max() for group in slots[d, : groups[d]]) for d in range(devices)]
@@ -221,8 +221,8 @@ def test_one_large_client_gets_a_device_of_its_own():
 @pytest.mark.parametrize("size", [1, 5, 6, 7])
 @pytest.mark.parametrize(("lanes", "devices"), list(itertools.product([1, 2, 3], repeat=2)))
 def test_clients_of_equal_size_are_dealt_before_the_program_runs(size, lanes, devices):
-    found = engine._deal_equal(size, lanes, devices)
-    jax.tree.map(np.testing.assert_array_equal, found, deal(jnp.full(size, 9), lanes, devices))
+    found = engine._assign_equal(size, lanes, devices)
+    jax.tree.map(np.testing.assert_array_equal, found, assign(jnp.full(size, 9), lanes, devices))
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -15,7 +15,7 @@ import fedjax_meta as fm
 from fedjax_meta import evaluation, export, placement, runtime, sweeps
 from fedjax_meta.algorithm import Aggregation, Algorithm, State
 from fedjax_meta.data import from_clients
-from fedjax_meta.rows import AWAY_BYTES
+from fedjax_meta.rows import REMOTE_BYTES
 from fedjax_meta.task import Weighted, entry_weights, targets, weighted_mean
 from tests import problems
 
@@ -190,7 +190,7 @@ def test_many_rows_are_evaluated_where_they_are(devices, lanes):
     data = placement.place_shared(data, state.round.sharding)
     score = jax.jit(partial(evaluation.evaluate, algorithm, KEY, support="train", query="train", lanes=lanes, devices=devices))
     program = score.lower(state, data).compile()
-    assert heads.nbytes > AWAY_BYTES
+    assert heads.nbytes > REMOTE_BYTES
     assert program.memory_analysis().temp_size_in_bytes < heads.nbytes / 4
     assert not re.search(r"all-gather|all-to-all|collective-permute", program.as_text())
     found = program(state, data)

@@ -67,12 +67,13 @@ def run(
     built = build(study) if clients is None else clients
     _check_start(study, built)
     disk.lock(folder)
-    jobs = check_folder(study, folder, built)
+    check_folder(study, folder, built)
+    jobs = _jobs(study, built)
     folders.open_run(study, folder, built, command)
     outcomes = []
     with _errors_noted(folder), _context(folder, watcher, should_stop) as context:
         for number, job in enumerate(jobs):
-            outcomes.append(_of(job, jobs[number + 1 :], context))
+            outcomes.append(_run_job(job, jobs[number + 1 :], context))
             watcher.end(outcomes[-1])
     _save_presets(study, folder, outcomes)
     folders.close_run(folder)
@@ -126,26 +127,24 @@ def shared(
                 yield None
                 return
             whole = context._replace(metrics=Metrics(folder))
-            outcomes = [_of(job, [], whole) for job in jobs]
+            outcomes = [_run_job(job, [], whole) for job in jobs]
             _save_presets(study, folder, outcomes)
             yield outcomes
             folders.close_run(folder)
 
 
-def check_folder(study: Study, folder: Path, built: Mapping[str, Clients]) -> list[Job]:
-    """The jobs of a study, of which a folder holds none of other options; nothing is written.
+def check_folder(study: Study, folder: Path, built: Mapping[str, Clients]) -> None:
+    """Refuses a folder that holds another study, or results of other options; writes nothing.
 
     Raises:
-      ValueError: the folder holds another study; the message has what differs, with both values.
+      ValueError: the message has what differs, with both values.
     """
     folders.check_run(study, folder, built)
-    jobs = _jobs(study, built)
-    for job in jobs:
+    for job in _jobs(study, built):
         job.check(folder)
-    return jobs
 
 
-def _of(job: Job, ahead: Sequence[Job], context: RunContext) -> Outcome:
+def _run_job(job: Job, ahead: Sequence[Job], context: RunContext) -> Outcome:
     """What a job finds; an error in a user's own code names the system."""
     try:
         return job.run(ahead, context)
@@ -211,7 +210,7 @@ def _train_free(jobs: Sequence[Job], context: RunContext) -> None:
             part = folders.part(context.folder, *job.where)
             with disk.held(part) as mine:
                 if mine:
-                    context.watcher.end(_of(job, [], context._replace(metrics=Metrics(part))))
+                    context.watcher.end(_run_job(job, [], context._replace(metrics=Metrics(part))))
                     left.remove(job)
         if left:
             if context.should_stop():
