@@ -263,6 +263,11 @@ def test_the_drawings_are_those_of_their_script():
         assert (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == draw()
 
 
+def test_the_table_of_methods_is_that_of_its_script():
+    gallery = loaded("gallery")
+    assert gallery.PAGE.read_text(encoding="utf-8") == gallery.filled(TEXTS["methods.md"], gallery.table())
+
+
 # The site.
 
 

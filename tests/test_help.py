@@ -89,6 +89,7 @@ def test_no_program_is_forgotten():
 PLAIN = {
     "python -m tests.mutation": "tests/mutation/__main__.py",
     "python -m fedjax_meta.data.natural_sets": "fedjax_meta/data/natural_sets.py",
+    "python docs/tools/gallery.py": "docs/tools/gallery.py",
     "python docs/tools/notebooks.py": "docs/tools/notebooks.py",
     "python docs/tools/pictures.py": "docs/tools/pictures.py",
     "python docs/tools/release_check.py": "docs/tools/release_check.py",

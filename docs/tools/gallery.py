@@ -1,9 +1,14 @@
-"""The gallery of methods, made of the registry, the docstrings, the roles of leaves, and the committed measurements."""
+"""The gallery of methods, made of the registry, the docstrings, the roles of leaves, and the committed measurements.
 
+docs/methods.md has a table of it; the site has a section for each method in its place.
+"""
+
+import argparse
 import functools
 import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +16,25 @@ import jax
 import numpy as np
 import yaml
 
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
 import fedjax_meta as fm
 from experiments.reproduce import run_list
 from fedjax_meta import costs, masks
 from fedjax_meta.builders import about
 from fedjax_meta.study import files
 
-ROOT = Path(__file__).parents[2]
+HELP = """\
+Writes the table of all methods into docs/methods.md.
+
+Examples:
+  python docs/tools/gallery.py
+  python docs/tools/gallery.py --to runs/methods.md
+"""
+PAGE = ROOT / "docs" / "methods.md"
+BEGIN, END = "<!-- the methods -->\n", "<!-- end of the methods -->\n"
+"""Between them, docs/methods.md has the table; the site has the gallery there."""
 
 NEW_CLIENT = re.compile(r"known or new|new client|new one|a new|never took part|all clients, known|for known and new")
 """Words by which a docstring says what a client does that never took part."""
@@ -279,3 +296,31 @@ def page() -> str:
         ):
             lines.append(f"- **{label}**: {text}")
     return "\n".join(lines) + "\n"
+
+
+def table() -> str:
+    """What docs/methods.md says of all methods, with links to their files."""
+    lines = ["| method | what it does | paper | personal |", "|---|---|---|---|"]
+    for name, builder in fm.METHODS.items():
+        file = f"../{builder.__module__.replace('.', '/')}.py"
+        lines.append(f"| [{name}]({file}) | {about(builder).words} | {paper(name)} | {personal(name)} |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(text: str, what: str) -> str:
+    """A page with something in the place of its list of methods."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{what}{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Writes the table."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=shape, allow_abbrev=False)
+    parser.add_argument("--to", type=Path, default=PAGE, help="file to write; docs/methods.md when not given")
+    to = parser.parse_args().to
+    to.write_text(filled(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Hooks of MkDocs: pages that are made when the site is built, so that they cannot be out of date.
 
-- `methods.md` gets the gallery of all methods (`gallery`);
+- `methods.md` gets the gallery of all methods (`gallery`) in place of its table;
 - `api/` gets a page for each module of the package, filled by mkdocstrings;
 - `notebooks/` gets a page for each notebook, with its committed outputs;
 - rows of `leaderboard.md` that later code may have changed get a mark;
@@ -21,13 +21,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # MkDocs takes them away again when this file has been read
 
-import gallery  # noqa: E402
+import gallery
 
-import fedjax_meta as fm  # noqa: E402
-from experiments.leaderboard import page as leaderboard  # noqa: E402
-
-PLACE = "<!-- the methods -->"
-"""Where docs/methods.md wants the gallery."""
+import fedjax_meta as fm
+from experiments.leaderboard import page as leaderboard
 
 
 def modules() -> dict[str, list[str]]:
@@ -85,8 +82,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Fills in the gallery, and mends links that leave docs/."""
     del config, files
-    if PLACE in markdown:
-        markdown = markdown.replace(PLACE, gallery.page())
+    if page.file.src_uri == "methods.md":
+        markdown = gallery.filled(markdown, gallery.page())
     if page.file.src_uri == "leaderboard.md":
         markdown = leaderboard.marked(markdown)
     return markdown if "/" in page.file.src_uri else mended(markdown)  # pages in folders are made here
