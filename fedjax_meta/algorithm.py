@@ -110,14 +110,14 @@ class RoundInfo(NamedTuple):
       ids: int32 `[C]`, the clients of the cohort; -1 for an empty place.
       metrics: what the clients measured, each `[C]`, or a scalar for the cohort as a whole.
       returned: bool `[C]`, whose results reached the server and count; all when `None`.
-      places: int32 `[C]`, their positions in the data; differs from `ids` when the data are a subset, the same when `None`.
+      positions: int32 `[C]`, theirs in the data; differs from `ids` when the data are a subset, the same when `None`.
       faults: what was not finite; not known when `None`.
     """
 
     ids: jax.Array
     metrics: dict[str, jax.Array]
     returned: jax.Array | None = None
-    places: jax.Array | None = None
+    positions: jax.Array | None = None
     faults: Faults | None = None
 
 
@@ -251,8 +251,8 @@ def check_known(data: FederatedData, trained: Any) -> None:
         )
 
 
-def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Array:
-    """The rows that a round reads and writes for the clients at `places` of the data, int32 like `places`.
+def state_rows(state: State, data: FederatedData, positions: jax.Array) -> jax.Array:
+    """The rows that a round reads and writes for the clients at `positions` of the data, int32 like `positions`.
 
     Where the data are a subset of the population, a state may hold the rows of all clients or those of this subset,
     in its order; with data that a host store has picked (`FederatedData.drawn`), it holds the rows of these.
@@ -262,13 +262,13 @@ def state_rows(state: State, data: FederatedData, places: jax.Array) -> jax.Arra
     """
     rows = state.seen.shape[0]
     if data.ids is None or data.drawn is not None or rows == data.num_clients < data.total_clients:
-        return places
+        return positions
     if rows != data.total_clients:
         raise ValueError(
             f"the state has rows of {rows} clients, but the data are {data.num_clients} of {data.total_clients} clients: the "
             "state must have the rows of these or of all"
         )
-    return jnp.asarray(data.ids_of(places))
+    return jnp.asarray(data.ids_of(positions))
 
 
 def training_size(state: State, data: FederatedData) -> int:

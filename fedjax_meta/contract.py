@@ -74,7 +74,7 @@ class Cohort(NamedTuple):
 
     Attributes:
       ids: int32 `[C]`, client ids in the whole population.
-      places: int32 `[C]`, positions of these clients in the data at hand; differs from `ids` when the data are a subset.
+      positions: int32 `[C]`, of these clients in the data at hand; differs from `ids` when the data are a subset.
       returned: bool `[C]`, whose results reached the server with a weight above 0.
       personal: personal leaves after training.
       memory: memories after training.
@@ -83,7 +83,7 @@ class Cohort(NamedTuple):
     """
 
     ids: jax.Array
-    places: jax.Array
+    positions: jax.Array
     returned: jax.Array
     personal: PyTree
     memory: PyTree

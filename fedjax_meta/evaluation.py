@@ -291,8 +291,8 @@ def with_user_accuracy(
         if not data.labelled:
             raise ValueError("user accuracy is of class labels, one a sample, which the data do not have")
         options: dict[str, Any] = {"support": support, "query": query, "lanes": lanes, "devices": devices}
-        places = jnp.maximum(jnp.asarray(info.places), 0)  # those of empty places do not count
-        scores = evaluate(algorithm, key, state, data, ids=places, metrics=(CONFUSION,), **options)
+        positions = jnp.maximum(jnp.asarray(info.positions), 0)  # those of empty places do not count
+        scores = evaluate(algorithm, key, state, data, ids=positions, metrics=(CONFUSION,), **options)
         counted = jnp.asarray(counts)[info.ids] & (info.ids >= 0)
         accuracy = metrics.where_finite(metrics.accuracy(scores.confusion), scores.loss)
         measured = {"user_accuracy": jnp.mean(accuracy, where=counted), "user_accuracy_std": jnp.std(accuracy, where=counted)}

@@ -192,7 +192,7 @@ def test_an_empty_place_of_a_cohort_is_as_if_it_were_not_there(store):
     assert problems.distance(three._replace(round=two.round), two) < 1e-12
     _, info = fm.federate(method, padded).round(KEY, fm.federate(method, padded).init(KEY, data), data)
     np.testing.assert_array_equal(info.ids, table[0])
-    np.testing.assert_array_equal(info.places, table[0])
+    np.testing.assert_array_equal(info.positions, table[0])
     assert np.isnan(records[-1].metrics["loss"][-1]) and not any(record.faults for record in records)
 
 

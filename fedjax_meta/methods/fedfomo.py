@@ -225,7 +225,7 @@ def fedfomo(
             # As many as there are stand in their order.
             everyone = len(chosen) == count
             models = cohort.personal if everyone else jax.tree.map(lambda leaf: leaf[chosen], cohort.personal)
-            view = data.client(cohort.places[place])[validation_view]
+            view = data.client(cohort.positions[place])[validation_view]
             weight, share = compare(task, tagged(key, "loss", id_), start, models, usable, view, 1, distance)
             row, stays = jnp.zeros(count).at[chosen].add(share), 1 - jnp.sum(share)
             preference = memory.preference.at[cohort.ids[chosen]].add(weight)

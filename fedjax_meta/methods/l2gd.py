@@ -91,9 +91,9 @@ def l2gd(
 
     def mix(key: Key, state: State, cohort: Cohort, data: FederatedData) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         """x_i ← x_i - αλ/(np) (x_i - x̄) in a round that pulls."""
-        steps = jnp.ones(len(cohort.places))
+        steps = jnp.ones(len(cohort.positions))
         if pull_per == "round":
-            steps = epochs * -(-jnp.asarray(data.sizes("train"))[cohort.places] // batch_size)
+            steps = epochs * -(-jnp.asarray(data.sizes("train"))[cohort.positions] // batch_size)
         amount = jnp.where(pulls(key), jnp.minimum(share * steps, 1), 0)
 
         def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:

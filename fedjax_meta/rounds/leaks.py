@@ -86,7 +86,7 @@ def _mix_marks(setting: Setting, state: State, data: FederatedData, kept: PyTree
     )
     ids = jnp.arange(count, dtype=jnp.int32)
     cohort = Cohort(ids, ids, jnp.ones(count, bool), rows[0], rows[1], grown)
-    cohort_marks = cohort._replace(**_everywhere(False, {"ids": 0, "places": 0, "returned": 0}))
+    cohort_marks = cohort._replace(**_everywhere(False, {"ids": 0, "positions": 0, "returned": 0}))
     cohort_marks = cohort_marks._replace(personal=kept[0], memory=kept[1], stacked=stacked)
     visible, marks = without_rows(state), _everywhere(False, without_rows(state))
     if method.whole_population:
