@@ -63,12 +63,12 @@ from fedjax_meta.task import Batch, Task, Weighted, classification
 from fedjax_meta.tasks import from_loss, multi_label, next_token, regression
 
 if TYPE_CHECKING:
-    from fedjax_meta import checkpoint, layers, models, report, study
+    from fedjax_meta import checkpoint, export, layers, models, report, study
     from fedjax_meta.models import from_equinox, from_functions, from_linen, from_nnx
 
 __version__ = "0.1.0"
 
-_ON_DEMAND = ("checkpoint", "layers", "models", "report", "study")
+_ON_DEMAND = ("checkpoint", "export", "layers", "models", "report", "study")
 """Modules that are imported when they are first used: they need Flax or an extra."""
 
 _MODEL_BUILDERS = ("from_equinox", "from_functions", "from_linen", "from_nnx")
@@ -110,6 +110,7 @@ __all__ = [
     "engine",
     "evaluate",
     "evaluation",
+    "export",
     "features",
     "federate",
     "federation",

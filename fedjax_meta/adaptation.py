@@ -52,12 +52,15 @@ def adaptation(
       **options: of `evaluate`, such as `metrics`.
 
     Raises:
-      ValueError: counts below 1, and as in `evaluate`.
+      ValueError: no counts, counts below 1, and as in `evaluate`.
       TypeError: `steps` without a function that takes them, one number in place of several.
     """
     for name, counts in (("samples", samples), ("steps", steps)):
         if counts is not None and not np.iterable(counts):
             raise TypeError(f"{name}={checks.shown(counts)} must be several numbers, e.g. {name}=(1, 5, 10)")
+    samples, steps = tuple(samples), None if steps is None else tuple(steps)
+    if not samples or steps == ():
+        raise ValueError(f"{'samples' if not samples else 'steps'} must hold a number at least, e.g. (1, 5, 10)")
     for count in samples:
         if count is not None:
             checks.count("samples", count)

@@ -218,7 +218,8 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     # Not `value in allowed`: a list cannot be looked up in a dict, and an array equals a word entry by entry.
     if not any(isinstance(value, type(word)) and value == word for word in allowed):
         hint = nearest(value, allowed)
-        those = f"allowed are {', '.join(map(str, allowed))}" if allowed else "there is none"
+        words = (repr(word) if isinstance(word, str) and not (word and word.isprintable()) else str(word) for word in allowed)
+        those = f"allowed are {', '.join(words)}" if allowed else "there is none"
         raise ValueError(f"{name}={shown(value)} is unknown{hint}; {those}")
 
 

@@ -147,10 +147,11 @@ def evaluate(
 def _chosen(algorithm: Algorithm, data: FederatedData, given: Sequence[Metric | str] | None) -> tuple[Metric, ...]:
     """What is measured: the metrics that were given, or those of the task, or those of class labels."""
     task = algorithm.task
+    y = data.y.value if isinstance(data.y, Weighted) else data.y
     if given is None:
         if task is not None and task.metrics is not None:
             given = task.metrics
-        elif data.labelled:
+        elif data.num_classes and getattr(y, "ndim", 0) == 1:
             given = (CONFUSION,) if data.num_classes <= FEW_CLASSES else ("accuracy", "top_5")
         elif task is not None and not isinstance(task.loss, LogitsLoss):
             given = ()
@@ -158,7 +159,6 @@ def _chosen(algorithm: Algorithm, data: FederatedData, given: Sequence[Metric | 
             what = "other targets than one class label a sample" if data.num_classes else "real targets (num_classes is 0)"
             example = "token_accuracy" if data.num_classes else "mae"
             raise ValueError(f"the data have {what}: there are no classes to score; give metrics, e.g. metrics=({example!r},)")
-    y = data.y.value if isinstance(data.y, Weighted) else data.y
     several = data.num_classes == 0 and getattr(y, "ndim", 0) == 2
     return resolve(given, y.shape[1] if several else data.num_classes)
 

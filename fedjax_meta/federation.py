@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_meta import checks, hardware, schedules
@@ -154,8 +155,22 @@ class Federation:
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
+def check_values(task: Task | None, data: FederatedData) -> None:
+    """Raises `ValueError` where targets of data lie beyond those of a task's loss, e.g. labels -1 and 1 in place of 0 and 1."""
+    criterion = None if task is None else getattr(task.loss, "criterion", None)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(data.y))
+    if traced or not isinstance(criterion, MeanLoss) or criterion.within is None:
+        return
+    least, most = criterion.within
+    value, weight = data.y if isinstance(data.y, Weighted) else (data.y, 1)
+    values = np.asarray(value)
+    odd = values[((values < least) | (values > most)) & (np.asarray(weight) > 0)]
+    if odd.size:
+        raise ValueError(f"the {criterion.name} takes targets from {least} to {most}, but one is {odd[0]:g}")
+
+
 def check_data(method: Method, federation: Federation, data: FederatedData) -> None:
-    """Refuses data that a method in a federation cannot learn from; shapes and types alone are read, nothing is computed.
+    """Refuses data that a method in a federation cannot learn from; of traced data, shapes and types alone are read.
 
     Raises:
       ValueError: other targets where one class label a sample is needed; a loss that is no scalar; a view that weights need and
@@ -181,6 +196,7 @@ def check_data(method: Method, federation: Federation, data: FederatedData) -> N
             f"schedule): {why}"
         )
     if method.task is not None:
+        check_values(method.task, data)
         _check_task(method.task, method.roles, data)
 
 

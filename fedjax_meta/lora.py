@@ -59,7 +59,8 @@ def lora(
       frozen_a: FFA-LoRA (Sun et al. 2024, arXiv 2403.12313): a seed from which all A are drawn once. They are then constants
         like the base, and clients train and send B alone. `None`: A is trained.
       inputs: which axis of a matrix reads inputs: `"last"` (`[outputs, inputs]`, as in this package's layers, Equinox and
-        PyTorch) or `"first"` (Flax's `Dense` and embeddings).
+        PyTorch) or `"first"` (Flax's `Dense`). Tables of embeddings, `[tokens, outputs]`, have their inputs first in all of
+        them: with `"last"`, their B belongs to the tokens and their A to the outputs.
 
     Raises:
       ValueError: a target that is no matrix or is among the leaves that are trained whole, no target at all, a base of another

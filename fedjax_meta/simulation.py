@@ -22,7 +22,7 @@ from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import capacity
 from fedjax_meta.faults import Fault, faults_in, leaf_names
-from fedjax_meta.federation import Federation
+from fedjax_meta.federation import Federation, check_values
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.types import Key
@@ -129,6 +129,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
     algorithm = as_algorithm(method, federation)
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     check_distinct(data)
+    check_values(algorithm.task, data)
     checks.prng_key("key", key)
     checks.count("rounds", rounds)
     checks.count("eval_every", eval_every)

@@ -218,10 +218,12 @@ class MeanLoss:
     Attributes:
       name: for messages.
       entries: `(outputs, targets) -> losses [B, ...]`, one for each entry.
+      within: the least and the largest value of a target, where there are such.
     """
 
     name: str
     entries: Callable[[jax.Array, Any], jax.Array]
+    within: tuple[float, float] | None = None
 
     def __call__(self, outputs: jax.Array, batch: Batch) -> jax.Array:
         """The mean over the real entries of a batch, a scalar."""

@@ -72,11 +72,16 @@ def criterion(loss: Any, *, delta: float = 1.0) -> Any:
 
 def _label_entropies(outputs: jax.Array, y: Any) -> jax.Array:
     check_alike("the loss of several labels", outputs, y)
-    return optax.losses.sigmoid_binary_cross_entropy(outputs, y.astype(outputs.dtype))
+    # Beyond [0, 1], as with labels -1 and 1, it has no lower bound. The factor makes gradients NaN, too.
+    known = jnp.where((y < 0) | (y > 1), jnp.asarray(jnp.nan, outputs.dtype), 1)
+    return known * optax.losses.sigmoid_binary_cross_entropy(outputs, y.astype(outputs.dtype))
 
 
-sigmoid_cross_entropy = MeanLoss("sigmoid cross-entropy", _label_entropies)
-"""The mean over labels of the cross-entropy of a sigmoid of each output: `(logits [B, L], batch of 0 and 1 [B, L]) -> scalar`."""
+sigmoid_cross_entropy = MeanLoss("sigmoid cross-entropy", _label_entropies, within=(0, 1))
+"""The mean over labels of the cross-entropy of a sigmoid of each output: `(logits [B, L], batch of 0 and 1 [B, L]) -> scalar`.
+
+Shares between 0 and 1 are labels, too. The loss of others is NaN.
+"""
 
 
 def regression(

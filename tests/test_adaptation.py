@@ -109,6 +109,17 @@ def test_one_number_in_place_of_several_gets_one_line(name):
         adaptation.adaptation(fm.fedavg(problems.task()), KEY, None, problems.data(), **{name: 5})
 
 
+def test_numbers_may_come_one_by_one_and_none_are_refused():
+    method = fm.fedavg(problems.task())
+    data = problems.data()
+    state = fm.federate(method, fm.Federation(cohort_size=2)).init(KEY, data)
+    found = adaptation.adaptation(method, KEY, state, data, samples=iter([1, 2]))
+    assert [one.samples for one in found] == [1, 2]
+    for options in ({"samples": ()}, {"steps": iter(())}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must hold a number at least"):
+            adaptation.adaptation(lambda k: method, KEY, state, data, **options)
+
+
 # ------------------------------------------------------------------------------------------------------------- rates over rounds
 
 

@@ -145,6 +145,17 @@ def test_evaluate_gives_what_was_asked_for_beside_the_same_confusion_and_loss():
     assert only.confusion is None and np.allclose(only.loss, usual.loss, rtol=1e-12) and set(only.summary()) == {"loss"}
 
 
+def test_labels_with_weights_are_scored_as_those_without_by_default():
+    rng = np.random.default_rng(0)
+    clients = [(rng.normal(size=(20, 5)), rng.integers(0, 3, 20)) for _ in range(3)]
+    algorithm = problems.build("fedavg", fm.classification(lambda key: jax.random.normal(key, (5, 3)), lambda p, x: x @ p))
+    weighted = [(x, fm.Weighted(y, np.ones(20))) for x, y in clients]
+    one, other = (fm.from_clients(each, num_classes=3) for each in (clients, weighted))
+    state = algorithm.init(KEY, one)
+    found = [fm.evaluate(algorithm, KEY, state, data) for data in (one, other)]
+    np.testing.assert_array_equal(found[0].confusion, found[1].confusion)
+
+
 def test_many_classes_have_no_confusion_matrix_by_default():
     rng = np.random.default_rng(0)
     clients = [(rng.normal(size=(20, 5)), rng.integers(0, 300, 20)) for _ in range(3)]

@@ -162,6 +162,24 @@ def label_task():
     return fm.multi_label(*_linear(3, 4), layers=("head",))
 
 
+def test_labels_that_are_neither_0_nor_1_nor_between_are_refused():
+    """Labels -1 and 1 have a loss without a lower bound."""
+    rng = np.random.default_rng(0)
+    signs = fm.from_clients([(rng.normal(size=(9, 3)), rng.choice([-1, 1], (9, 4))) for _ in range(3)], num_classes=0)
+    message = "the sigmoid cross-entropy takes targets from 0 to 1, but one is -1"
+    method, federation = fm.fedavg(label_task()), fm.Federation(cohort_size=2)
+    with pytest.raises(ValueError, match=message):
+        fm.simulate(method, signs, key=KEY, rounds=1, federation=federation)
+    with pytest.raises(ValueError, match=message):
+        fm.federate(method, federation).init(KEY, signs)
+    # In a program that cannot look at them, such a client is left out.
+    algorithm = fm.federate(method, federation)
+    _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, signs), signs)
+    assert not np.any(info.returned)
+    unknown = fm.Weighted(np.array([[0.0, 0.5, 1.0, -1.0]] * 9), np.array([[1, 1, 1, 0]] * 9))
+    fm.federate(method, federation).init(KEY, fm.from_clients([(np.ones((9, 3)), unknown)] * 3, num_classes=0))
+
+
 def test_a_layer_that_no_leaf_has_is_refused_when_the_task_is_made():
     for make in (fm.classification, fm.regression):
         with pytest.raises(ValueError, match=r"layers=\('w', 'bb'\) names 'bb', but the variables are called b, w"):

@@ -185,13 +185,17 @@ def of_clients(
       **fields: of `Natural`.
 
     Raises:
-      ValueError: no client, a client without samples, inputs and targets of different number, clients of different shape.
+      ValueError: no client, two of one name, a client without samples, inputs and targets of different number, clients of
+        different shape.
     """
     rows = [(name, *pair) for name, pair in clients.items()] if isinstance(clients, Mapping) else list(clients)
     if not rows:
         raise ValueError(f"{where} has no clients")
-    wanted = None
+    wanted, seen = None, set[str]()
     for name, x, y in rows:
+        if name in seen:
+            raise ValueError(f"client {name!r} is in {where} twice")
+        seen.add(name)
         count = {len(leaf) for leaf in jax.tree.leaves((x, y))}
         if count == {0}:
             raise ValueError(f"client {name!r} of {where} has no samples")

@@ -4,6 +4,7 @@ import argparse
 import csv
 import inspect
 import io
+import math
 import os
 import sys
 import zipfile
@@ -169,9 +170,9 @@ def ratings(path: str | os.PathLike, *, least: int = 20) -> Natural:
     users: dict[str, list[tuple[float, str, float]]] = {}
     try:
         for number, fields in enumerate(_table(path), 1):
-            if not any(fields) or (number == 1 and not _is_number(fields[min(2, len(fields) - 1)])):
+            if not any(fields) or (number == 1 and not any(map(_is_number, fields))):
                 continue
-            if len(fields) < 3 or not all(map(_is_number, fields[2:4])):
+            if len(fields) < 3 or not all(_is_number(field) and math.isfinite(float(field)) for field in fields[2:4]):
                 raise ValueError(
                     f"line {number} of {shown} must be user, item, rating and maybe a time, not {checks.shown(fields)}"
                 )
@@ -216,9 +217,10 @@ def _table(path: str | os.PathLike) -> Iterator[list[str]]:
 
 def _is_number(field: str) -> bool:
     try:
-        return bool(np.isfinite(float(field)))
+        float(field)
     except ValueError:
         return False
+    return True
 
 
 class Known(NamedTuple):

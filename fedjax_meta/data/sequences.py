@@ -6,6 +6,7 @@ Axis letters: M sequences or samples, T tokens.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedjax_meta import checks
@@ -31,7 +32,7 @@ def pad(sequences: Sequence[Any], length: int | None = None) -> Weighted:
       >>> padded.value.tolist(), padded.weight.astype(int).tolist()
       ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]])
     """
-    if isinstance(sequences, str) or not isinstance(sequences, (list, tuple, np.ndarray)) or not len(sequences):
+    if not isinstance(sequences, (list, tuple, np.ndarray, jax.Array)) or not len(sequences):
         raise ValueError(f"sequences={checks.shown(sequences)} must be a list of at least one array [t, ...]")
     arrays = [_sequence(f"sequence {number}", one) for number, one in enumerate(sequences)]
     rests = {one.shape[1:] for one in arrays}

@@ -262,7 +262,7 @@ def samples(sample: Any, rows: int, dtype: DTypeLike | None = None) -> PyTree:
     if isinstance(sample, (tuple, list)) and not any(_is_form(leaf) for leaf in jax.tree.leaves(sample)):
         for extent in sample:
             checks.count("sample_shape", extent)
-        return jax.ShapeDtypeStruct((rows, *sample), dtype or jnp.result_type(float))
+        return jax.ShapeDtypeStruct((rows, *map(int, sample)), dtype or jnp.result_type(float))
     leaves = jax.tree.leaves(sample)
     if not leaves or not all(_is_form(leaf) for leaf in leaves):
         raise ValueError(
@@ -275,7 +275,7 @@ def samples(sample: Any, rows: int, dtype: DTypeLike | None = None) -> PyTree:
 
 
 def _is_form(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.integer)  # which is a size
 
 
 def zeros(shapes: PyTree) -> PyTree:

@@ -458,13 +458,24 @@ def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any],
         if not data.num_classes:
             raise ValueError(f"model={name!r} predicts tokens or classes, but the targets are none")
         each = data.y.ndim == 2  # a label for each token, or one for the whole text
-        form: dict[str, Any] = {"vocabulary": max(int(np.max(data.x)) + 1, data.num_classes), "length": shape[0]}
+        form: dict[str, Any] = {"vocabulary": max(_tokens(name, data), data.num_classes), "length": shape[0]}
         form |= {"every": each} if "every" in takes else {}
         form |= {"classes": data.num_classes} if "classes" in takes and not each else {}
         return _made(name, {**form, **options})
     if not data.num_classes:
         return _of_targets(name, data, options, kind)
     return _made(name, {**_form(takes, shape), "classes": data.num_classes, **options})
+
+
+def _tokens(name: str, data: FederatedData) -> int:
+    """The least vocabulary that has all tokens of some samples; raises `ValueError` for integers that are no tokens."""
+    least, most = int(np.min(data.x)), int(np.max(data.x))
+    if least < 0 or most >= checks.MOST_CLASSES:
+        raise ValueError(
+            f"model={name!r} reads tokens, integers from 0 to {checks.MOST_CLASSES - 1}, but the inputs hold "
+            f"{least if least < 0 else most}"
+        )
+    return most + 1
 
 
 def _form(takes: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:

@@ -293,6 +293,14 @@ def fedjax_file(path, clients):
     connection.close()
 
 
+def test_two_clients_of_one_name_are_refused(tmp_path):
+    clients = [(name, np.zeros((4, 2)), np.zeros(4, np.int32)) for name in ("u1", "u2", "u1")]
+    refused(
+        lambda: natural.of_clients(clients, where="a file", num_classes=2, name="own", note=""),
+        "client 'u1' is in a file twice",
+    )
+
+
 def test_fedjax_databases_are_read(tmp_path):
     rng = np.random.default_rng(0)
     images = {name: rng.random((size, 28, 28)).astype(np.float32) for name, size in (("w1", 3), ("w2", 2))}
@@ -604,6 +612,8 @@ def test_a_first_line_of_numbers_is_a_rating_whatever_its_last_field_is(tmp_path
         ("1,2,3\n1,2\n", "line 2 of"),
         ("1,2,3\n1,2,good\n", "line 2 of"),
         ("u,i,r\n1,2,nan\n", "line 2 of"),
+        ("1,2,nan,1\n1,2,3,4\n", "line 1 of"),
+        ("1,7,5;0,1\n1,2,3,4\n", "line 1 of"),
         ("u,i,r\n", "no user of"),
         ("1,2,3,4\n", "has 4 ratings"),
     ],

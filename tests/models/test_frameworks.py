@@ -242,6 +242,7 @@ BAD = {
         "features='features' and head=None must be given together",
     ),
     "a Linen class": (lambda: fm.from_linen(nn.Dense, (5,)), "module must be a Module"),
+    "a size of 0": (lambda: fm.from_linen(nn.Dense(3), (np.int64(0),)), "sample_shape=0 must be an integer"),
     "no sample": (lambda: fm.from_linen(nn.Dense(3), "five"), "sample_shape='five' must be a tuple of sizes"),
     "an apply that drops variables": (
         lambda: fm.from_functions(frameworks.own_init, lambda v, x, *, train, key, weight: (x, {}), (5,)),
@@ -249,6 +250,18 @@ BAD = {
     ),
     "no apply": (lambda: fm.from_functions(frameworks.own_init, None, (5,)), "apply=None must be a function"),
 }
+
+
+def test_sizes_may_be_numpy_integers():
+    size = np.prod((2, 2))
+    for make in (
+        lambda n: fm.models.mlp(n, (5,), 3),
+        lambda n: fm.models.lenet((5 * n, 20, 1), 3),
+        lambda n: fm.from_linen(nn.Dense(3), (n,)),
+        lambda n: fm.from_functions(frameworks.own_init, frameworks.own_apply, (n + 1,)),
+    ):
+        found, wanted = (jax.eval_shape(make(n).init, jax.random.key(0)) for n in (size, int(size)))
+        assert found == wanted
 
 
 class AllFlags(nn.Module):

@@ -143,6 +143,16 @@ def test_a_model_of_text_refuses_numbers_that_are_no_tokens():
         Scenario(dataset="digits", partition="iid", clients=5, model="char_lstm").build()
 
 
+@pytest.mark.parametrize("token", [-1, 10**9])
+def test_ids_that_are_no_tokens_are_refused(tmp_path, token):
+    x = np.random.default_rng(0).integers(0, 30, (200, 12))
+    x[5, 2] = token
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(200) % 3)
+    made = Scenario(dataset=str(tmp_path / "own.npz"), partition="iid", clients=5, model="char_gru")
+    with pytest.raises(ValueError, match=f"reads tokens, integers from 0 to 999999, but the inputs hold {token}"):
+        made.build()
+
+
 def test_a_share_of_test_samples_is_refused_where_the_clients_have_tests(tmp_path):
     leaf(tmp_path)
     with pytest.raises(ValueError, match="test=0.4, but leaf_shakespeare has test samples of its own: leave test out"):
