@@ -22,7 +22,7 @@ from fedjax_meta.masks import Role, variables_shape
 from fedjax_meta.participation import Participation
 from fedjax_meta.task import Batch, MeanLoss, Task, Weighted, check_entries, targets
 from fedjax_meta.types import Key, PyTree, Rate, Roles, Variables
-from fedjax_meta.uploads import UploadTransform, check_order
+from fedjax_meta.uploads import UploadTransform, check_order, kinds
 
 _FUNCTIONS = {
     "schedule": (("key", "round", "num_clients", "cohort_size"), "schedules.uniform, or schedules.given(table)"),
@@ -117,7 +117,7 @@ class Federation:
             checks.optimizer_factory("server_optimizer", self.server_optimizer)
             if self.server_lr is None:
                 raise ValueError("server_optimizer needs server_lr, its rate")
-        names = {transform.name for transform in self.uploads}
+        names = kinds(self.uploads)
         if self.aggregator is not None and "noise" in names:
             raise ValueError("noise is scaled to the mean and says nothing of another aggregator: leave one of them out")
         if self.aggregator is not None and "adaptive_clip" in names:

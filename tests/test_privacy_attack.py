@@ -56,12 +56,25 @@ def test_each_of_two_ranges_misses_with_half_of_what_is_allowed():
         np.testing.assert_allclose(ends, wanted, rtol=1e-9)
 
 
+def test_a_threshold_lets_no_more_pass_than_allowed_and_no_tie_passes():
+    """Both halves of the scores, of which the first gives the threshold, are alike."""
+    others = np.repeat(np.arange(10.0), 2)
+    found = privacy.membership_attack(others + 100, others, false_positives=0.15)
+    assert (found.true_positives, found.false_positives) == (1.0, 0.1)
+    for share in (None, 0.15):
+        tied = privacy.membership_attack(np.ones(20), np.ones(20), false_positives=share)
+        assert tied.advantage == 0 and (share is None or tied.false_positives == 0)
+
+
 def test_the_likelihood_ratio_is_that_of_normal_distributions():
     rng = np.random.default_rng(1)
     with_, without = rng.normal(2, 1, (4000, 1)), rng.normal(0, 2, (4000, 1))
     for score in (-1.0, 0.5, 3.0):
         exact = stats.norm.logpdf(score, 2, 1) - stats.norm.logpdf(score, 0, 2)
         assert privacy.likelihood_ratio([score], with_, without)[0] == pytest.approx(exact, abs=0.15)
+    two, other = rng.normal(size=(2, 3)), rng.normal(size=(2, 3))
+    wanted = [stats.norm.logpdf(0.3, models.mean(0), models.std(0, ddof=1)) for models in (two, other)]
+    np.testing.assert_allclose(privacy.likelihood_ratio(np.full(3, 0.3), two, other), wanted[0] - wanted[1], rtol=1e-9)
     p = np.array([1e-6, 0.3, 0.999])
     np.testing.assert_allclose(privacy.logit_of_loss(-np.log(p)), np.log(p / (1 - p)), rtol=1e-9)
     assert np.isfinite(privacy.logit_of_loss([0.0, 900.0])).all()

@@ -47,6 +47,33 @@ def test_without_noise_it_is_the_mean_of_clipped_gradients_of_samples(batch_size
     assert problems.leaves_equal(private.predict(variables, real.x), task.predict(variables, real.x))
 
 
+def test_a_multiple_of_a_loss_has_the_multiple_of_its_gradient():
+    private, variables, batch = (
+        privacy.private_task(problems.task(), clip=CLIP, noise=0.0),
+        problems.task().init(KEY),
+        _batch(),
+    )
+    tripled = jax.grad(lambda variables: 3 * private.loss(variables, batch, KEY)[0])(variables)
+    np.testing.assert_allclose(_flat(tripled), 3 * _flat(_gradient(private, variables, batch)), rtol=1e-12)
+
+
+def test_samples_of_a_batch_draw_by_themselves_and_16_bit_gradients_are_summed_in_32():
+    def drawn(variables, batch, key):
+        scale = jax.random.normal(key) if batch.y is not None else 1.0
+        return jnp.sum(batch.x @ variables["w"]) * scale, variables
+
+    task = fm.from_loss(lambda key: {"w": jnp.zeros(2)}, lambda variables, batch, key: drawn(variables, batch, key)[0])
+    batch = Batch(jnp.eye(2), jnp.zeros(2, jnp.int32), jnp.ones(2))
+    one, two = _flat(_gradient(privacy.private_task(task, clip=1e9, noise=0.0), {"w": jnp.zeros(2)}, batch))
+    assert abs(one - two) > 1e-3
+    many = Batch(jnp.ones((1000, 1), jnp.bfloat16), jnp.zeros(1000, jnp.int32), jnp.ones(1000))
+    plain = fm.from_loss(
+        lambda key: {"w": jnp.zeros(1, jnp.bfloat16)}, lambda variables, batch, key: jnp.sum(batch.x @ variables["w"])
+    )
+    private = privacy.private_task(plain, clip=2.0, noise=0.0, batch_size=1000)
+    assert abs(float(_flat(_gradient(private, {"w": jnp.zeros(1, jnp.bfloat16)}, many))[0]) - 1) < 0.01
+
+
 def test_a_batch_without_real_samples_has_gradient_zero():
     private = privacy.private_task(problems.task(), clip=CLIP, noise=3.0)
     assert not _flat(_gradient(private, problems.task().init(KEY), _batch(real=0))).any()
@@ -76,8 +103,11 @@ def test_the_noise_has_its_deviation_and_no_two_gradients_share_it():
     low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], added.size)
     assert low < np.sum(added**2) < high
     near = jax.tree.map(lambda leaf: leaf + 1e-12, variables)
-    draws = [_flat(noise(KEY, v, b)) for v, b in ((variables, batch), (near, batch), (variables, _batch(seed=1)))]
-    assert all(np.all(np.abs(a - b) > 1e-9) for a, b in ((draws[0], draws[1]), (draws[0], draws[2])))
+    inputs = batch._replace(x=batch.x.at[0, 0].add(1e-9))
+    turned = jax.tree.map(lambda leaf: leaf[jnp.array([1, 0, 2, 3, 4, 5])], batch)
+    others = ((near, batch), (variables, _batch(seed=1)), (variables, inputs), (variables, turned))
+    draws = [_flat(noise(KEY, v, b)) for v, b in ((variables, batch), *others)]
+    assert all(np.all(np.abs(draws[0] - other) > 1e-9) for other in draws[1:])
     np.testing.assert_array_equal(draws[0], _flat(noise(KEY, variables, batch)))
 
 
@@ -163,17 +193,18 @@ def test_every_method_is_private_or_refused(name):
 def test_an_own_method_that_sends_statistics_of_samples_is_refused_by_the_name_of_the_leaf():
     private, data = privacy.private_task(problems.task(), clip=CLIP, noise=1.0), problems.data()
 
-    def method(send):
+    def method(send=None, leaks=lambda batch, trained: {}, **more):
         @fm.method_builder
         def own(task):
             base = fm.fedavg(task, lr=0.1, batch_size=8)
 
             def client(key, received, data):
                 trained, batch = base.client(key, received, data), data["train"].full().get(0, 0)
-                return trained._replace(statistics={"sent": send(batch, trained)})
+                sent = {} if send is None else {"statistics": {"sent": send(batch, trained)}}
+                return trained._replace(**sent, **leaks(batch, trained))
 
             return fm.Method(
-                init=base.init, client=client, personalize=base.personalize, predict=base.predict, roles=base.roles
+                init=base.init, client=client, personalize=base.personalize, predict=base.predict, roles=base.roles, **more
             )
 
         return fm.federate(own(private), fm.Federation(cohort_size=3, devices=1))
@@ -182,6 +213,26 @@ def test_an_own_method_that_sends_statistics_of_samples_is_refused_by_the_name_o
         with pytest.raises(ValueError, match=r"own lets out .* \(\['upload'\]\[1\]\['sent'\]\)"):
             method(send).init(KEY, data)
     method(lambda batch, trained: jnp.sum(batch.weight) + trained.model["head"]["b"][0]).init(KEY, data)
+    mean = lambda batch, trained: jnp.abs(jnp.mean(batch.x))  # noqa: E731
+    kept = {"init_memory": lambda key, model, count: jnp.zeros(())}
+    tried = lambda key, population, support: population.model  # noqa: E731
+    for words, refused in {
+        r"\['weight'\]": {"leaks": lambda *given: {"weight": mean(*given)}},
+        r"\['statistics_weight'\]": {
+            "send": lambda batch, trained: jnp.zeros(()),
+            "leaks": lambda *given: {"statistics_weight": {"sent": mean(*given)}},
+        },
+        r"\['init_extra'\]": {"init_extra": lambda model, data: jnp.mean(data.x)},
+        r"\['new_client'\]\['memory'\]": {
+            "leaks": lambda *given: {"memory": mean(*given)},
+            **kept,
+            "new_client": tried,
+            "new_client_reads": "memory",
+        },
+    }.items():
+        with pytest.raises(ValueError, match=rf"own lets out .* \({words}"):
+            method(**refused).init(KEY, data)
+    method(leaks=lambda *given: {"memory": mean(*given)}, **kept).init(KEY, data)  # which nobody reads
 
 
 def test_a_private_gradient_covers_its_batch_alone():

@@ -15,11 +15,17 @@ from fedjax_meta import aggregate, models, uploads
 from fedjax_meta.aggregate import weigh
 from fedjax_meta.uploads.clip import clipped
 from fedjax_meta.uploads.quantize import quantized
+from fedjax_meta.uploads.secret import with_secret
+from fedjax_meta.uploads.sparsify import kept
 from fedjax_meta.uploads.transform import ServerContext
 from tests import problems
 from tests.test_rounds import DATA, START, N, _adds, _build, _gain, _run, _tested, _who
 
 KEY = jax.random.key(2)
+NOISE = (uploads.clip(1.0), dataclasses.replace(uploads.noise(1.0, reproducible=True), name="mine"))
+MASK = (dataclasses.replace(uploads.mask(), name="mine"),)
+BITS = (dataclasses.replace(uploads.adaptive_clip(1.0, reproducible=True), name="mine"),)
+"""What a transformation does decides what it goes with, whatever its name is."""
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e15])
@@ -309,6 +315,26 @@ def test_one_masked_upload_looks_like_noise():
     np.testing.assert_array_equal(both.view(np.int32) / 2**16, 2.0)
 
 
+def test_masks_belong_to_a_round_a_pair_and_a_leaf():
+    encode = uploads.mask(16).encode
+
+    def sent(key, *ids):
+        sums = weigh({"a": jnp.zeros(100), "b": jnp.zeros(100)}, 1.0)
+        return encode(key, sums, 1.0, jnp.int32(ids[0]), jnp.array(ids, jnp.int32)).total
+
+    one = sent(KEY, 0, 1)
+    for other in (sent(KEY, 0, 2)["a"], sent(jax.random.key(3), 0, 1)["a"], one["b"]):
+        assert np.mean(one["a"] == other) < 0.05
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_beyond_the_range_of_masked_ones_are_cut(sign):
+    mask, ids = uploads.mask(16), jnp.array([0], jnp.int32)
+    sent = mask.encode(KEY, weigh({"a": sign * jnp.array([1e6, 1e30])}, 1.0), 1.0, ids[0], ids)
+    found = mask.decode(KEY, sent, ids, jnp.ones(1, bool))
+    np.testing.assert_allclose(found.total["a"], sign * 2.0**15, rtol=1e-6)
+
+
 def test_error_feedback_sends_everything_in_the_end():
     """A constant upload of 10 numbers, of which 3 are sent: after r rounds all but the last residual has arrived.
 
@@ -375,6 +401,15 @@ def test_a_chain_runs_client_halves_in_order_and_server_halves_in_reverse():
     assert problems.distance(plain.model, chained.model) < 1e-12
 
 
+def test_two_of_one_name_draw_by_themselves():
+    def added(key, upload, memory, kept):
+        return upload + jax.random.normal(key, upload.shape), memory
+
+    own = uploads.UploadTransform(name="own", client=added)
+    one, two = (uploads.Chain([own] * n).client(KEY, jnp.zeros(5), ((),) * n, ((),) * n)[0] for n in (1, 2))
+    assert np.all(np.abs(two - 2 * one) > 1e-3)
+
+
 def test_draws_do_not_depend_on_which_other_transformations_are_on():
     """Participation in which all finish, and clipping at a loose norm, leave the run as it was, bit for bit or to rounding."""
     plain = _two_rounds("fedavg", cohort_size=4, devices=1)
@@ -407,6 +442,11 @@ def test_bytes_on_the_wire():
     assert up(uploads=(uploads.sparsify(0.25),)) == sum(-(-k * (64 + b) // 8) for k, b in ((5, 5), (1, 2), (3, 4), (1, 2)))
     assert up(uploads=(uploads.sparsify(1.0),)) == 39 * 8  # all of a leaf needs no indices
     assert up(uploads=(uploads.mask(),)) == 39 * 4
+    # 5 numbers with indices of 5 bits and the two ends of their range, and so on.
+    both = (uploads.sparsify(0.25), uploads.quantize(4))
+    assert up(uploads=both) == sum(-(-k * (4 + b) // 8) + 16 for k, b in ((5, 5), (1, 2), (3, 4), (1, 2)))
+    assert up(uploads=(uploads.quantize(4), uploads.mask())) == 39 * 4  # the range is not sent
+    assert kept(100, 0.29) == 29 and kept(3, 0.01) == 1
     # A leaf without numbers has no range either.
     assert uploads.Chain((uploads.quantize(4),)).message(jnp.zeros((0, 3))).bytes == 0
 
@@ -434,6 +474,15 @@ ILLEGAL = {
     ),
     "bits without noise": ((U.adaptive_clip(1.0), U.noise(1.0)), "bit_noise must be above half the noise multiplier"),
     "two kinds of clip": ((U.clip(1.0), U.adaptive_clip(2.0)), "clip may stand there once"),
+    "two sparsifications": ((U.sparsify(0.5), U.sparsify(0.5)), "sparsify may stand there once"),
+    "a sparsification of one's own and mask": (
+        (dataclasses.replace(U.sparsify(0.5), name="mine"), U.mask()),
+        "mine and mask exclude each other",
+    ),
+    "bits that spend as much as the multiplier": (
+        (U.adaptive_clip(1.0, bit_noise=0.5), U.noise(1.0)),
+        "bit_noise must be above half the noise multiplier",
+    ),
     "two clips": ((U.clip(1.0), U.clip(2.0)), "clip may stand there once"),
     "no transformation": ((1.0,), r"must hold upload transformations such as fm.uploads.clip\(1.0\), not 1.0"),
 }
@@ -508,6 +557,21 @@ def test_a_legal_order_runs(chain):
             "fedfomo lets the server see what each client sends by itself, which mask cannot cover",
         ),
         (lambda: fm.Federation(uploads=uploads.clip(1.0)), r"uploads must be a tuple"),
+        *(
+            (lambda own=own, options=options: fm.Federation(uploads=own, **options), message)
+            for own, options, message in (
+                (NOISE, {"aggregator": aggregate.median}, "noise is scaled to the mean"),
+                (NOISE, {"attack": fm.attacks.sign_flip(0.5)}, "which noise cannot stand"),
+                (MASK, {"aggregator": aggregate.median}, "an aggregator must see every upload"),
+                (MASK, {"drop_nonfinite": False}, "the server cannot see a broken upload that mask hides"),
+                (MASK, {"attack": fm.attacks.sign_flip(0.5)}, "which mask cannot stand"),
+                (BITS, {"aggregator": aggregate.median}, "adaptive_clip follows a mean"),
+            )
+        ),
+        (
+            lambda: problems.build("fedamp", uploads=NOISE, average_personal=True),
+            "fedamp lets the server see what each client sends by itself, which noise cannot cover",
+        ),
     ],
 )
 def test_what_a_transformation_cannot_do_is_refused(build, message):
@@ -516,6 +580,11 @@ def test_what_a_transformation_cannot_do_is_refused(build, message):
 
 
 # ------------------------------------------------------------------------------------------------ the key of the noise
+
+
+def test_half_of_the_bits_of_a_secret_do_not_make_its_key():
+    keys = [jax.random.key_data(with_secret(KEY, jnp.array(bits, jnp.uint32))) for bits in ((1, 2), (1, 3), (0, 2))]
+    assert len({tuple(np.asarray(key).tolist()) for key in keys}) == 3
 
 
 def _noised(algorithm, seed=0, rounds=1, state=None, data=DATA):
@@ -647,6 +716,19 @@ def test_an_adaptive_norm_follows_the_papers_equation(quantile):
         np.testing.assert_allclose(state.model["buffer"], model, rtol=1e-10)
 
 
+def test_an_adaptive_norm_has_the_papers_defaults_and_a_norm_that_is_met_counts():
+    given = uploads.adaptive_clip(5.0)
+    assert (given.config["quantile"], given.config["rate"]) == (0.5, 0.2)
+    assert [float(given.measure({"a": jnp.array([3.0, x])}, {"norm": jnp.array(5.0)})) for x in (4.0, 4.1)] == [0.5, -0.5]
+
+
+def test_the_noise_of_the_bits_is_that_of_a_run():
+    one, two = (
+        _run(_build(uploads=(uploads.adaptive_clip(3.0, bit_noise=1.0),)))[0].aggregation.uploads[0]["norm"] for _ in range(2)
+    )
+    assert one != two
+
+
 def test_no_noise_at_all_beside_bits_without_noise():
     chain = (_adaptive(1e6), uploads.noise(0.0))
     state, _ = _run(_build(uploads=chain))
@@ -770,6 +852,22 @@ def _with_own_weight(weight):
     )
 
 
+@pytest.mark.parametrize(
+    ("numbers", "bits"),
+    [([1e-36, 2e-36, 0], 8), ([1e-33, 3e-33], 24), ([-3e38, 3e38, 1], 4), ([2e-38, 2e-38], 1), ([3e38], 2)],
+)
+def test_quantisation_keeps_numbers_of_any_size_finite_and_in_their_range(numbers, bits):
+    leaf = jnp.array(numbers, jnp.float32)
+    found = np.asarray(quantized(KEY, leaf, bits), float)
+    assert np.isfinite(found).all() and found.min() >= leaf.min() and found.max() <= leaf.max()
+    assert np.max(np.abs(found - np.asarray(leaf, float))) <= (float(leaf.max()) - float(leaf.min())) / (2**bits - 1) * 1.001
+
+
+def test_a_zero_stays_a_zero():
+    found = jax.vmap(lambda key: quantized(key, jnp.array([-1.0, 0.0, 2.0, 0.0]), 1))(jax.random.split(KEY, 20))
+    assert not found[:, [1, 3]].any() and set(np.unique(found[:, [0, 2]])) == {-1.0, 2.0}
+
+
 def test_masks_and_weights_of_the_client_rule_exclude_each_other():
     """Integers hold weights up to the largest possible one, which nobody knows of a client's own: they would wrap around."""
     data = problems.data()
@@ -784,8 +882,9 @@ def test_masks_and_weights_of_the_client_rule_exclude_each_other():
             assert problems.distance(after.model, jax.tree.map(lambda leaf: leaf + 1, state.model)) < 1e-6
 
 
-def test_a_lost_upload_is_kept_once_by_two_sparsifications():
-    chain = uploads.Chain((uploads.sparsify(0.5), uploads.sparsify(0.25)))
+def test_a_lost_upload_is_kept_once_by_two_that_have_feedback():
+    own = dataclasses.replace(uploads.sparsify(0.25), name="own", leaves_out=False)
+    chain = uploads.Chain((uploads.sparsify(0.5), own))
     upload, before = (
         jnp.array([4.0, 3.0, 2.0, 1.0]),
         ({"a": jnp.array([0.0, 0.0, 0.5, 0.25])}, {"a": jnp.array([0.0, 1.0, 0.0, 0.0])}),

@@ -66,7 +66,7 @@ def kth_largest(values: jax.Array, number: int) -> jax.Array:
       2.0
     """
     width = 8 * values.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{width}"))
+    bits = jax.lax.bitcast_convert_type(jnp.abs(values), jnp.dtype(f"uint{width}"))  # a 0 may have a sign
 
     def step(i: Any, low: jax.Array) -> jax.Array:
         trial = low | jnp.left_shift(jnp.ones((), bits.dtype), (width - 1 - i).astype(bits.dtype))

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ def parse(text: str) -> Aggregator | Rule:
       'nearest_neighbours'
     """
     checks.word("aggregator", text)
-    *outer, last = text.split("+")
+    *outer, last = re.split(r"(?<![\d.][eE])\+", text)  # not the + of 1e+3
     name, options = name_and_options(last)
     checks.one_of("aggregator", name, RULES)
     rule = made(RULES[name], name, options)

@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -143,8 +143,11 @@ class Attack:
         active = liars & jnp.any(honest)
 
         def one_for_all(changes: PyTree) -> PyTree:
-            clean = jax.tree.map(lambda leaf: jnp.where(along(returned, leaf), leaf, 0), changes)
-            return jax.tree.map(lambda leaf: leaf[None], conspire(clean, honest, liars))
+            # Of attackers that diverged, nothing is used.
+            finite = [jnp.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in changes]
+            able = liars & reduce(jnp.logical_and, finite)
+            clean = jax.tree.map(lambda leaf: jnp.where(along(honest | able, leaf), leaf, 0), changes)
+            return jax.tree.map(lambda leaf: leaf[None], conspire(clean, honest, able))
 
         return _on_changes(one_for_all, lambda leaf: along(active, leaf), sent, before)
 

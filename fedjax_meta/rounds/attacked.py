@@ -5,7 +5,7 @@ Without an attack, none of these functions adds anything to a compiled round.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from fedjax_meta.data import ClientData, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import stale
 from fedjax_meta.rounds.setting import Context, Kept, Outputs, Setting
+from fedjax_meta.rounds.trees import first_broken, zeros_unless
 from fedjax_meta.types import Key, PyTree
 
 
@@ -50,21 +51,34 @@ def poisoned(setting: Setting, client: ClientData, id_: jax.Array, data: Federat
 
 
 def by_client(
-    setting: Setting, key: Key, id_: jax.Array, message: Message, received: Received, given: State, data: FederatedData
-) -> tuple[Message, PyTree]:
-    """(what a client sends, what `Outputs.read` must hold); `given` is the state with the model that the client was given."""
+    setting: Setting,
+    key: Key,
+    id_: jax.Array,
+    message: Message,
+    received: Received,
+    given: State,
+    data: FederatedData,
+    place: int,
+) -> tuple[Message, PyTree, jax.Array | None]:
+    """(what a client sends, what `Outputs.read` must hold, which leaf of what an attacker sends is not finite).
+
+    `given` is the state with the model that the client was given. The leaf is -1 where all are finite, and `None` where nobody
+    lies by himself; leaves of the upload count from `place` on.
+    """
     found = _attack(setting, data)
     if found is None or not found[0].changes_uploads:
-        return message, ()
+        return message, (), None
     attack, members = found
     before = setting.read(masks.split(received.model, setting.personal)[0], received.memory)
+    unfit = None
     if attack.lie is not None:
         reference = _references(setting, message, before, received.model, given)
         attacks = _of(members, id_)
         lie = partial(attack.alone, tagged(key, "attack"), attacks)
         message = _falsified(setting, lie, lambda leaf: attacks, message, reference)
+        message, unfit = _refused(setting, message, place)
     own = masks.split(received.model, setting.personal)[0] if setting.federation.average_personal else ()
-    return message, message.read if attack.conspire is None else (message.read, before, own)
+    return message, message.read if attack.conspire is None else (message.read, before, own, jnp.int32(place)), unfit
 
 
 def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
@@ -75,7 +89,7 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
         return outputs
     attack, members = found
     (*upload, measured), weights = outputs.upload
-    read, before, own = outputs.read
+    read, before, own, place = outputs.read
     message = Message(tuple(upload), measured, outputs.stacked, read)
     of_one = jax.tree.map(lambda leaf: leaf[0], message._replace(read=()))
 
@@ -95,8 +109,15 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
     attacks = _of(members, ids)
     lie = partial(attack.together, attacks, outputs.returned)
     message = _falsified(setting, lie, partial(along, attacks), message, reference, each=jax.vmap)
+    message, unfit = jax.vmap(partial(_refused, setting))(message, place)
+    fits = unfit < 0
+    weights = zeros_unless(fits, weights)
+    broken = jnp.where(outputs.returned & ~fits, unfit, outputs.broken)
     sent = (*message.upload, message.measured)
-    return outputs._replace(upload=(sent, weights), stacked=message.stacked, read=message.read)
+    returned = outputs.returned & fits
+    return outputs._replace(
+        upload=(sent, weights), stacked=message.stacked, read=message.read, returned=returned, broken=broken
+    )
 
 
 def as_read(setting: Setting, kept: Kept, outputs: Outputs) -> tuple[PyTree, PyTree]:
@@ -163,6 +184,15 @@ def _falsified(
     # Dividing by an amount and multiplying by it may round, which must change nothing for the honest.
     upload = jax.tree.map(lambda new, old: jnp.where(attacks(old), new, old), changed, message.upload)
     return _consistent(setting, told._replace(upload=upload))
+
+
+def _refused(setting: Setting, message: Message, place: Any) -> tuple[Message, jax.Array]:
+    """(zeros in place of a message that is not finite, which leaf that is, see `by_client`)."""
+    if not setting.federation.drop_nonfinite:
+        return message, jnp.full((), -1, jnp.int32)
+    of_upload, other = first_broken(message.upload), first_broken((message.stacked, message.read))
+    unfit = jnp.where(of_upload >= 0, place + of_upload, jnp.where(other >= 0, place, -1)).astype(jnp.int32)
+    return zeros_unless(unfit < 0, message), unfit
 
 
 def _values(setting: Setting, upload: PyTree) -> PyTree:

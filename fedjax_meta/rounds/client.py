@@ -17,8 +17,9 @@ from fedjax_meta.participation import Participation
 from fedjax_meta.rounds import attacked, stale
 from fedjax_meta.rounds.refusals import refuse_hiding_uploads
 from fedjax_meta.rounds.setting import CohortClient, Context, Kept, Outputs, Setting
-from fedjax_meta.rounds.trees import first_broken, must_fit, where, zeros_unless
+from fedjax_meta.rounds.trees import first_broken, leaf_names, must_fit, where, zeros_unless
 from fedjax_meta.types import Key, PyTree, Scalar
+from fedjax_meta.uploads import kinds
 
 
 def client_round(
@@ -45,18 +46,24 @@ def client_round(
     weights = _within_masks(setting, trained, weights, data)
     setting.check_mixture(trained)
     upload = upload_of(setting, given.model, state.extra, trained)
-    sent, measured, residual, residual_if_lost = setting.chain.client(
+    sent, measured, sent_residual, residual_if_lost = setting.chain.client(
         tagged(key, "uploads"), setting.sent(upload), kept.residual, state.aggregation.uploads, setting.carries(upload)
     )
     upload = setting.with_unsent(sent, upload)
     broken = jnp.where(works, _broken(setting, trained, weights, upload), -1)
     took_part = works & (broken < 0)
     returned = took_part & arrives
-    residual = where(returned, residual, residual_if_lost)
+    residual = where(returned, sent_residual, residual_if_lost)
     after = _kept_after(setting, trained, received, kept, upload, residual, took_part, returned)
     stacked = zeros_unless(broken < 0, trained.stacked)
     message = attacked.Message(upload, measured, stacked, setting.read(after.personal, after.memory))
-    message, read = attacked.by_client(setting, key, id_, message, received, given, data)
+    place = _place_of_upload(setting, trained, weights, upload)
+    message, read, unfit = attacked.by_client(setting, key, id_, message, received, given, data, place)
+    if unfit is not None:  # an attacker that sends what is not finite takes no part either
+        broken = jnp.where(took_part & (unfit >= 0), unfit, broken)
+        took_part, returned = took_part & (broken < 0), returned & (broken < 0)
+        residual = where(returned, sent_residual, residual_if_lost)
+        after = _kept_after(setting, trained, received, kept, upload, residual, took_part, returned)
     # A client that clips its upload cannot know how stale it will be; the server weighs what arrives.
     message = message._replace(upload=stale.scaled(setting, state.model, given.model, message.upload, stale_weight))
     sums, separate = _added_up(setting, trained, message, weights, returned, id_, context)
@@ -178,7 +185,7 @@ def upload_of(setting: Setting, model: PyTree, extra: PyTree, trained: Trained) 
     descent = difference(setting.shared) if given is None else masks.split(given, setting.shared)[0]
     held = difference(setting.buffers) if setting.sends_differences else masks.split(trained.model, setting.buffers)[0]
     statistics = trained.statistics
-    if isinstance(statistics, Ratio) and any(transform.name == "sparsify" for transform in setting.federation.uploads):
+    if isinstance(statistics, Ratio) and "sparsify" in kinds(setting.federation.uploads):
         raise ValueError(
             f"{setting.method.name} sends each sum together with the number of its terms; sparsify could leave one of the two out"
         )
@@ -199,6 +206,13 @@ def _broken(setting: Setting, trained: Trained, weights: PyTree, upload: PyTree)
     # Check the trained values: a transformation may hide NaN, and the upload may exist only inside the sum.
     learned = learned_of(setting, trained)
     return first_broken(result_of(setting, trained, weights, (learned, upload) if setting.federation.uploads else learned))
+
+
+def _place_of_upload(setting: Setting, trained: Trained, weights: PyTree, upload: PyTree) -> int:
+    """Where the leaves of the upload that is sent begin among those that `_broken` counts."""
+    learned = learned_of(setting, trained) if setting.federation.uploads else ()
+    names = leaf_names(result_of(setting, trained, weights, (learned, upload)))
+    return next((i for i, name in enumerate(names) if name.startswith("['upload'][1]")), 0)
 
 
 def learned_of(setting: Setting, trained: Trained) -> PyTree:

@@ -19,8 +19,9 @@ from fedjax_meta.types import Key, PyTree
 def refuse_leaks(setting: Setting, state: State, data: FederatedData) -> None:
     """Raises `ValueError` if anything that leaves a client depends on its samples, but for private gradients of the task.
 
-    That is: its upload with statistics and weights, what the server sees of it by itself, what `collaborate` and a rule for new
-    clients read of its rows. Metrics and faults are not looked at. Nothing is computed.
+    That is: its upload with statistics and weights, what the server sees of it by itself, what the server begins with
+    (`init_extra`), what `collaborate` and a rule for new clients read of its rows. Metrics and faults are not looked at. Nothing
+    is computed.
     """
     method = setting.method
     kept = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
@@ -33,6 +34,8 @@ def refuse_leaks(setting: Setting, state: State, data: FederatedData) -> None:
         if after == marked:
             break
         marked = after
+    started = (_everywhere(False, state.model), _samples(data))
+    sent["init_extra"] = marks_of(method.init_extra, started, state.model, data)
     rows = dict(zip(("personal", "memory"), marked, strict=True))
     if method.collaborate is not None:
         sent["collaborate"] = dict(

@@ -10,7 +10,7 @@ from fedjax_meta.contract import REFUSABLE, Method
 from fedjax_meta.federation import Federation
 from fedjax_meta.masks import Role
 from fedjax_meta.rounds.trees import parts
-from fedjax_meta.uploads import TRANSFORMATIONS, Chain
+from fedjax_meta.uploads import TRANSFORMATIONS, Chain, kinds
 
 
 def refuse(method: Method, federation: Federation) -> None:
@@ -47,7 +47,7 @@ def refuse(method: Method, federation: Federation) -> None:
 
 def refuse_hiding_uploads(method: Method, federation: Federation) -> None:
     """Raises `ValueError` if uploads are hidden from the server; for a method whose server must see them."""
-    hiding = sorted({"noise", "mask"} & {transform.name for transform in federation.uploads})
+    hiding = sorted({"noise", "mask"} & kinds(federation.uploads))
     if hiding:
         raise ValueError(
             f"{method.name} lets the server see what each client sends by itself, which {' and '.join(hiding)} cannot cover"
@@ -61,7 +61,7 @@ def _check_names(words: str) -> None:
 def _refuse_what_the_method_does(method: Method, federation: Federation) -> None:
     """Raises `ValueError` for what `Method.refuses` names."""
     f = federation
-    given = {transform.name for transform in f.uploads}
+    given = kinds(f.uploads)
     given |= {"feedback"} if any(transform.has_feedback for transform in f.uploads) else set()
     given |= {"weighting"} if f.weighting not in (None, method.weighting) else set()
     given |= {"server_optimizer"} if f.server_optimizer is not None else set()

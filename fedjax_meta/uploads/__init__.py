@@ -8,7 +8,7 @@ from fedjax_meta.uploads.mask import mask
 from fedjax_meta.uploads.noise import noise
 from fedjax_meta.uploads.quantize import quantize
 from fedjax_meta.uploads.sparsify import sparsify
-from fedjax_meta.uploads.transform import Chain, Message, ServerContext, UploadTransform, check_order
+from fedjax_meta.uploads.transform import Chain, Message, ServerContext, UploadTransform, check_order, kinds
 
 TRANSFORMATIONS = ("sparsify", "quantize", "clip", "adaptive_clip", "noise", "mask")
 """Names of all transformations."""
@@ -22,6 +22,7 @@ __all__ = [
     "adaptive_clip",
     "check_order",
     "clip",
+    "kinds",
     "mask",
     "noise",
     "quantize",

@@ -25,7 +25,7 @@ def clip(norm: Scalar) -> UploadTransform:
     client sends: where a method sends statistics (features of each class, control variates), these take a part of it.
 
     Args:
-      norm: S, above 0; may be traced.
+      norm: S, above 0; may be traced. In single precision it holds from about 1e-18 on: squares of smaller numbers are 0.
 
     Raises:
       ValueError: a norm that is not positive.

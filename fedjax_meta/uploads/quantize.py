@@ -59,11 +59,16 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
             return leaf
         # In 32 bits at least: 16 bits cannot tell the place of a number between two of many levels.
         exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        # In units of a power of 2, which changes no digit: the width of levels must neither overflow nor be 0. The unit itself
+        # may be out of range, so it has two factors.
+        exponent = jnp.frexp(jnp.max(jnp.abs(exact)))[1]
+        units = [jnp.ldexp(jnp.ones((), exact.dtype), half) for half in (exponent // 2, exponent - exponent // 2)]
+        exact = exact / units[0] / units[1]
         low, high = jnp.min(exact), jnp.max(exact)
         width = jnp.where(high > low, (high - low) / steps, 1)
         place = (exact - low) / width
         level = jnp.floor(place)
         level = level + (jax.random.uniform(key, leaf.shape, exact.dtype) < place - level)
-        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high)).astype(leaf.dtype)
+        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high) * units[0] * units[1]).astype(leaf.dtype)
 
     return per_leaf(one, key, tree)

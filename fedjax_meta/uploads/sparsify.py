@@ -60,6 +60,7 @@ def sparsify(share: float, *, feedback: bool = True) -> UploadTransform:
         init_memory=init_memory,
         message=message,
         has_feedback=feedback,
+        leaves_out=True,
         sends_differences=True,
         config={"share": share, "feedback": feedback},
     )

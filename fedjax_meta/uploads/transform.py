@@ -76,7 +76,7 @@ class UploadTransform:
     """One transformation of uploads; build it with a function of this package, or with these fields.
 
     Attributes:
-      name: for messages and records; `check_order` has rules for some names.
+      name: for messages and records.
       client: `(key, upload, memory, kept) -> (upload, memory)`, on one client; `kept` is what the transformation keeps at the
         server.
       lost: `(upload, memory) -> memory`, what a client keeps when its upload does not reach the server.
@@ -95,6 +95,7 @@ class UploadTransform:
         `noise` then adds so much more that both together are as private as its multiplier says.
       has_feedback: whether `memory`, a tree like the upload, carries what was left out of one upload into the next. It does so
         for increments. Of what is sent as a value (buffers, renewed statistics), the next upload has it anyway: it is set to 0.
+      leaves_out: whether numbers are left out, for which others of the upload stand.
       sends_differences: whether clients then send by how much buffers moved instead of their values.
       fixed_divisor: whether the sum is divided by `ServerContext.divisor` even if some clients do not return, and all count
         equally.
@@ -114,6 +115,7 @@ class UploadTransform:
     clip_norm: Scalar | Callable[[PyTree], Scalar] | None = None
     spends: Scalar = 0.0
     has_feedback: bool = False
+    leaves_out: bool = False
     sends_differences: bool = False
     fixed_divisor: bool = False
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -128,7 +130,9 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
     - sparsify comes before quantize: its residual would leave the grid of levels.
     - sparsify and mask exclude each other: masks cancel only over the same coordinates.
     - mask comes last: nothing can read a masked upload.
-    - clip, noise and mask come at most once, and adaptive_clip counts as clip.
+    - clip, noise, mask and sparsify come at most once, and adaptive_clip counts as clip.
+
+    What a transformation does decides (see `kinds`), whatever its name is.
     """
     for transform in transforms:
         if not isinstance(transform, UploadTransform):
@@ -138,15 +142,20 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
     clips = [i for i, transform in enumerate(transforms) if transform.clip_norm is not None]
     noises = [i for i, transform in enumerate(transforms) if transform.fixed_divisor]
     masks = [i for i, transform in enumerate(transforms) if transform.encode is not None]
-    for places in (clips, noises, masks):
+    sparse = [i for i, transform in enumerate(transforms) if transform.leaves_out]
+    for places in (clips, noises, masks, sparse):
         if len(places) > 1:
             raise ValueError(f"{where}: {names[places[0]]} may stand there once")
     if masks and masks[0] != len(transforms) - 1:
         raise ValueError(f"{where}: mask must come last, because nothing can read a masked upload")
-    if "sparsify" in names and masks:
-        raise ValueError(f"{where}: sparsify and mask exclude each other, because masks cancel only over the same coordinates")
-    if "sparsify" in names and "quantize" in names[: names.index("sparsify")]:
-        raise ValueError(f"{where}: sparsify must come before quantize, because its residual would leave the grid of levels")
+    if sparse and masks:
+        raise ValueError(
+            f"{where}: {names[sparse[0]]} and mask exclude each other, because masks cancel only over the same coordinates"
+        )
+    if sparse and "quantize" in names[: sparse[0]]:
+        raise ValueError(
+            f"{where}: {names[sparse[0]]} must come before quantize, because its residual would leave the grid of levels"
+        )
     for transform in transforms[clips[0] + 1 :] if clips else ():
         if transform.has_feedback:
             raise ValueError(
@@ -172,6 +181,27 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
             f"{where}: bit_noise must be above half the noise multiplier {multiplier}: the bits alone are less private than it "
             "says"
         )
+
+
+def kinds(transforms: Sequence[UploadTransform]) -> set[str]:
+    """The names of transformations, and those of the package's that do the same as one of a user's own.
+
+    Example:
+      >>> hidden = UploadTransform(name="mine", fixed_divisor=True)
+      >>> sorted(kinds([hidden]))
+      ['mine', 'noise']
+    """
+    found = {transform.name for transform in transforms}
+    for one in transforms:
+        acts_as = {
+            "clip": one.clip_norm is not None and not callable(one.clip_norm),
+            "adaptive_clip": callable(one.clip_norm),
+            "noise": one.fixed_divisor,
+            "mask": one.encode is not None,
+            "sparsify": one.leaves_out,
+        }
+        found |= {name for name, is_so in acts_as.items() if is_so}
+    return found
 
 
 class Chain:
