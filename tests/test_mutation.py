@@ -26,7 +26,14 @@ CORE = (
     "schedules",
     "clusters",
 )
-PACKAGES = {"rounds": (), "aggregate": ("registry", "rule"), "numerics": ()}
+PACKAGES = {
+    "rounds": (),
+    "aggregate": ("registry", "rule"),
+    "numerics": (),
+    "uploads": (),
+    "attacks": ("registry",),
+    "privacy": (),
+}
 """All files of them, but some: what only names things, or says what a thing is."""
 
 CODE = '''"""Docstring with 1 number."""
