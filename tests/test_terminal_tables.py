@@ -11,8 +11,6 @@ from fedjax_meta import report
 from fedjax_meta.report.tables import wrap
 from fedjax_meta.study import files, from_tree, results
 
-NAN = float("nan")
-
 
 def shown(table, width):
     console = Console(width=width, record=True, file=io.StringIO())

@@ -122,17 +122,13 @@ class Natural(NamedTuple):
             train_sizes=None if self.train_sizes is None else self.train_sizes[kept],
         )
 
-    def federated(
-        self, *, test: float = 0.25, support: float = 0.2, seed: int = 0, scale: Any = None, own_split: bool = True
-    ) -> FederatedData:
+    def federated(self, *, test: float = 0.25, support: float = 0.2, seed: int = 0) -> FederatedData:
         """The clients as federated data with the views of `train_test_views`.
 
         Args:
           test: share of a client's samples that test it, where the data set has no split of its own.
           support: share of the training and of the test part for adaptation.
           seed: of the shuffle of each client's samples, unless their order means something.
-          scale: see `from_partition`.
-          own_split: whether to use the split of the data set where it has one.
 
         Raises:
           ValueError: a client with too few samples for four views (use `at_least`), a share out of range.
@@ -140,7 +136,7 @@ class Natural(NamedTuple):
         checks.fraction("test", test)
         checks.fraction("support", support)
         checks.seed("seed", seed)
-        given = self.train_sizes if own_split else None
+        given = self.train_sizes
         if self.sizes.min() < 4:
             client = int(np.argmin(self.sizes))
             raise ValueError(
@@ -158,8 +154,7 @@ class Natural(NamedTuple):
             )
         order = self._order(given, seed)
         views = nested_views(train, self.sizes - train, support=support)
-        options = {} if scale is None else {"scale": scale}
-        return from_partition(self.x, self.y, order, self.sizes, num_classes=self.num_classes, views=views, **options)
+        return from_partition(self.x, self.y, order, self.sizes, num_classes=self.num_classes, views=views)
 
     def _order(self, given: np.ndarray | None, seed: int) -> np.ndarray:
         """Samples in random order, each in the part in which a given split has it."""

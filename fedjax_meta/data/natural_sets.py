@@ -20,7 +20,8 @@ from fedjax_meta.data import npz, text
 from fedjax_meta.data.engines import read_fedjax_sqlite, read_pfllib, read_tff_hdf5
 from fedjax_meta.data.leaf import read_leaf
 from fedjax_meta.data.natural import Natural, class_labels, of_clients
-from fedjax_meta.data.sources import data_folder, prepared_text
+from fedjax_meta.data.prepared import load_text
+from fedjax_meta.data.sources import data_folder
 
 UCI_HAR_PAGE = "https://archive.ics.uci.edu/dataset/240/human+activity+recognition+using+smartphones"
 """Where the archive of UCI HAR is."""
@@ -46,7 +47,8 @@ def tiny_shakespeare(
     """
     checks.count("length", length)
     checks.count("least", least)
-    play = prepared_text("tiny_shakespeare", data_dir=data_dir, download=download)
+    checks.flag("download", download)
+    play = load_text("tiny_shakespeare", data_folder(data_dir), download=download)
     spoken = text.speakers(play)
     vocabulary = text.characters([play])
     # A client needs a sample in each of four views.

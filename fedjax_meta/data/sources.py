@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_meta import checks, runtime
 from fedjax_meta.data import cache, canonical, npz
-from fedjax_meta.data.prepared import load_prepared, load_text
+from fedjax_meta.data.prepared import load_prepared
 from fedjax_meta.data.samples import class_count, lost
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
@@ -110,16 +110,6 @@ def data_folder(data_dir: str | os.PathLike | None = None) -> Path:
     """The folder of data sets: the given one, or that of the environment, see `load`."""
     given = data_dir or os.environ.get(DATA_DIR_VARIABLE) or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     return Path(given).expanduser()
-
-
-def prepared_text(name: str, *, data_dir: str | os.PathLike | None = None, download: bool = False) -> str:
-    """The text of a set of tensorflow-datasets with a feature "text", all splits one after the other.
-
-    Raises:
-      ValueError: a set that is not prepared (the message says how to get it) or has no text.
-    """
-    checks.flag("download", download)
-    return load_text(name, data_folder(data_dir), download=download)
 
 
 def from_arrays(

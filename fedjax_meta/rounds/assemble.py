@@ -146,7 +146,8 @@ class _Rounds:
             return method.personalize(tagged(key, "personalize"), received, support)
         new_client = setting.federation.new_client or method.new_client
         if callable(new_client):
-            rows = (None, None) if setting.noisy else (state.personal, state.memory)
+            # Noise does not cover what clients keep.
+            rows = (None, None) if setting.chain.fixed_divisor else (state.personal, state.memory)
             population = Population(
                 state.model, state.extra, rows[0], rows[1], state.seen, state.round, setting.federation.lanes
             )

@@ -1,5 +1,6 @@
 """Refuses methods with private gradients that send un-noised client data, before the first round."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from fedjax_meta.algorithm import State
 from fedjax_meta.contract import Cohort, Received
 from fedjax_meta.data import FederatedData
 from fedjax_meta.privacy.leaks import marks_of
-from fedjax_meta.rounds.client import upload_of, weight_of
+from fedjax_meta.rounds.client import train_first_client, upload_of, weight_of
 from fedjax_meta.rounds.setting import Setting
 from fedjax_meta.rounds.trees import parts, without_rows
 from fedjax_meta.types import Key, PyTree
@@ -82,7 +83,7 @@ def _mix_marks(setting: Setting, state: State, data: FederatedData, kept: PyTree
     method, count = setting.method, setting.federation.cohort_size
     assert method.collaborate is not None
     mix = method.collaborate.mix
-    like = jax.eval_shape(lambda: _stacked_like(setting, state, data))
+    like = jax.eval_shape(partial(train_first_client, setting, data=data), jax.random.key(0), state.model).stacked
     grown = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), like)
     rows = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), (state.personal, state.memory)
@@ -100,13 +101,6 @@ def _mix_marks(setting: Setting, state: State, data: FederatedData, kept: PyTree
         return mix(key, visible, cohort._replace(lanes=setting.federation.lanes), data)[:2]
 
     return marks_of(mixed, (False, marks, cohort_marks, _samples(data)), jax.random.key(0), visible, cohort, data)
-
-
-def _stacked_like(setting: Setting, state: State, data: FederatedData) -> PyTree:
-    kept = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), (state.personal, state.memory))
-    model = masks.merge(kept[0], masks.split(state.model, setting.personal)[1])
-    received = Received(model, kept[1], state.extra, state.round, jnp.zeros((), bool), jax.random.key(0))
-    return setting.method.client(jax.random.key(0), received, data.client(0)).stacked
 
 
 def _samples(data: FederatedData) -> FederatedData:

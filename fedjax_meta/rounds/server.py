@@ -54,7 +54,7 @@ def _aggregate(
     these types."""
     rule = setting.rule
     if rule is None:
-        summed = _sum(*outputs.upload) if setting.stacks else summed
+        summed = jax.tree.map(sum_clients, jax.vmap(weigh)(*outputs.upload)) if setting.stacks else summed
         summed = _total(setting, key, summed, outputs.returned, ids, data)
         forms = jax.eval_shape(mean, summed)
         return mean(summed, as_summed=setting.chain.fixed_divisor), forms, summed.weight[1], state.aggregation.rule
@@ -97,11 +97,6 @@ def check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:
     for leaf, like in zip(*map(jax.tree.leaves, (combined, wanted)), strict=True):
         if jnp.issubdtype(like.dtype, jnp.inexact) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ValueError(f"aggregator {name} gives {jnp.result_type(leaf)} for an upload of {like.dtype}, which cuts it")
-
-
-def _sum(uploads: PyTree, weights: PyTree) -> WeightedSum:
-    """The weighted sum of stacked uploads."""
-    return jax.tree.map(sum_clients, jax.vmap(weigh)(uploads, weights))
 
 
 def _reference(setting: Setting, key: Key, state: State, data: FederatedData) -> PyTree:

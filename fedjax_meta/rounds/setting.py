@@ -163,11 +163,6 @@ class Setting:
         schedule = self.federation.schedule
         return schedule.expected(num_clients) if isinstance(schedule, Poisson) else self.federation.cohort_size
 
-    @property
-    def noisy(self) -> bool:
-        """Whether uploads are noised for differential privacy, which does not cover what clients keep."""
-        return self.chain.fixed_divisor
-
     def sent(self, upload: PyTree) -> PyTree:
         """What upload transformations change of (the model's part, statistics): no statistics that the server computes itself."""
         return upload if self.method.sends_statistics else (upload[0], ())

@@ -20,6 +20,7 @@ from fedjax_meta.engine import client_mesh
 from fedjax_meta.evaluation import with_user_accuracy
 from fedjax_meta.federation import Federation
 from fedjax_meta.report.frames import USER_ACCURACY
+from fedjax_meta.rounds import federate
 from fedjax_meta.rounds.server import check_combined
 from fedjax_meta.study import baselines, guarantees, lookup
 from fedjax_meta.study import tuning as choice
@@ -115,7 +116,8 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
     own = not system.pooled and any(map(lookup.is_own, (system.method, *own_names(system.federation))))
     traced: set[tuple[Any, ...]] = set()
     for point in points:
-        algorithm = system.build(clients, **point)
+        method, federation = system.parts(clients, **point)
+        algorithm = federate(method, federation)
         if study.store != "device":
             stores.check_algorithm(algorithm)
         guarantees.words(study, algorithm, clients.train.num_clients)
@@ -124,12 +126,11 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             continue
         # Points of one shape are one program. Cohorts are traced, since each that is drawn would be compiled.
         traced.add(shape)
-        _check_cohort(study, system.parts(clients, **point)[1].cohort_size, training)
+        _check_cohort(study, federation.cohort_size, training)
         for data in training:
             jax.eval_shape(lambda key, a=algorithm, n=data.num_clients: a.cohort(key, 0, n), jax.random.key(0))
         state = jax.eval_shape(algorithm.init, jax.random.key(0), clients.train)
         _check_tested(system, point, state, clients)
-        federation = system.parts(clients, **point)[1]
         _check_defence(federation, state.model, clients.train)
         if own or isinstance(federation.schedule, Asynchronous):
             # Only the trace of a round tells what is wrong in own code, what clients send, and whether there is a user accuracy.

@@ -20,12 +20,12 @@ from fedjax_meta.federation import Federation
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import tuning as choice
 from fedjax_meta.study.baselines import alone, trained
-from fedjax_meta.study.parts import own_names
+from fedjax_meta.study.parts import own_names, part
 from fedjax_meta.study.phase import Phase, RunContext, results_path
 from fedjax_meta.study.result_files import note_points
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
-from fedjax_meta.study.system import System, part
+from fedjax_meta.study.system import System
 from fedjax_meta.study.train import check_phase, trials
 from fedjax_meta.study.tuning import KNOWN, NEW, VALIDATION, VALIDATION_CLIENTS, Point, Trial, points_of
 from fedjax_meta.sweeps import MemberEvaluator

@@ -100,7 +100,7 @@ def shared(
       ```
       with shared(study, folder, watcher=watcher) as outcomes:
           if outcomes is not None:
-              page.write_all(folder, study, build(study), outcomes)
+              page.write_all(folder, study, build(study), outcomes, "python my_script.py")
       ```
     """
     earlier = folders.ending(folder)

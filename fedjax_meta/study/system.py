@@ -16,42 +16,9 @@ from fedjax_meta.features import with_projection
 from fedjax_meta.federation import Federation
 from fedjax_meta.rounds import federate
 from fedjax_meta.study import lookup, presets
-from fedjax_meta.study.parts import (
-    AGGREGATORS,
-    ATTACKS,
-    ESTIMATORS,
-    OPTIMIZERS,
-    PARTICIPATION,
-    PARTS,
-    SCHEDULES,
-    STEP_WEIGHTS,
-    UPLOADS,
-    at_point,
-    filled,
-    made,
-    part,
-    placed,
-    told,
-    with_clients,
-)
+from fedjax_meta.study.parts import PARTS, UPLOADS, at_point, filled, made, part, placed, told, with_clients
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.task import Task
-
-__all__ = [
-    "AGGREGATORS",
-    "ATTACKS",
-    "ESTIMATORS",
-    "OPTIMIZERS",
-    "PARTICIPATION",
-    "PARTS",
-    "SCHEDULES",
-    "STEP_WEIGHTS",
-    "UPLOADS",
-    "System",
-    "keywords",
-    "part",
-]
-
 
 AMONG_CLIENTS = ("participation", "uploads", "aggregator", "attack")
 """Options of a federation that central training does not have. Of the schedule it has the number of passes alone."""

@@ -328,7 +328,7 @@ class _Wave:
                 continue
             row = self._row(i, record)
             rows = [*map(report.without_confusion, self.trials[i].rows), row]
-            self.trials[i] = self.trials[i]._replace(rows=rows, diverged=self._diverged(i, row))
+            self.trials[i] = self.trials[i]._replace(rows=rows, diverged=self._phase.diverged(rows))
             self.parts[i] = None
             lines.append((self.trials[i], row))
         self._save(state, done)
@@ -340,9 +340,6 @@ class _Wave:
         for test, ids in self._phase.scored.items():
             row["tests"][test]["ids"] = ids.tolist()
         return report.joined(self.parts[i], row)
-
-    def _diverged(self, i: int, row: dict[str, Json]) -> int | None:
-        return self._phase.diverged([*self.trials[i].rows, row])
 
     def _all_ended(self) -> bool:
         return all(self._phase.has_ended(trial.rows) for trial, here in zip(self.trials, self.active, strict=True) if here)

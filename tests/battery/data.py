@@ -351,7 +351,6 @@ def _source():
     return D.from_arrays(x, np.arange(400) % 10)
 
 
-SOURCE = Late(_source)
 PROTOCOLS = {
     f"{build.__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})": Row(
         lambda build=build, given=given: build(**{"source": _source(), **given}), tuple(words)

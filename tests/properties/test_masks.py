@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from fedjax_meta import masks
 from fedjax_meta.masks import Role
 
-LEAVES = ("a", "b", "c", "d")
 MODEL = {"body": {"a": 1, "b": 2}, "head": {"c": 3, "d": 4}}
 MASKS = st.lists(st.booleans(), min_size=4, max_size=4).map(lambda flags: jax.tree.unflatten(jax.tree.structure(MODEL), flags))
 

@@ -27,7 +27,7 @@ from fedjax_meta.data.natural_sets import NATURAL
 from fedjax_meta.data.prepared import PREPARED
 from fedjax_meta.data.registry import GENERATED, PAPERS, PARTITIONS
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import catalogue, descriptions, from_tree, page, run, system, terminal, to_tree, tuning
+from fedjax_meta.study import catalogue, descriptions, from_tree, page, parts, run, system, terminal, to_tree, tuning
 from fedjax_meta.study.scenario import SHIFTS, Scenario
 from tests.study.common import TREE, Silent, study
 
@@ -328,17 +328,17 @@ def test_list_names_everything_in_one_line_each(what):
 
 def test_every_name_of_a_study_is_listed_whole():
     """No name is missing or invented, and none of the lines is cut."""
-    parts = {
+    named = {
         f"{option}: {name}"
         for option, registry in (
-            ("estimator", system.ESTIMATORS),
-            ("step_weights", system.STEP_WEIGHTS),
-            ("optimizer", system.OPTIMIZERS),
-            ("aggregator", system.AGGREGATORS),
-            ("attack", system.ATTACKS),
-            ("schedule", system.SCHEDULES),
-            ("participation", system.PARTICIPATION),
-            ("uploads", system.UPLOADS),
+            ("estimator", parts.ESTIMATORS),
+            ("step_weights", parts.STEP_WEIGHTS),
+            ("optimizer", parts.OPTIMIZERS),
+            ("aggregator", parts.AGGREGATORS),
+            ("attack", parts.ATTACKS),
+            ("schedule", parts.SCHEDULES),
+            ("participation", parts.PARTICIPATION),
+            ("uploads", parts.UPLOADS),
         )
         for name in registry
     }
@@ -347,7 +347,7 @@ def test_every_name_of_a_study_is_listed_whole():
         (descriptions.PARTITIONS, {*PARTITIONS, "natural", *PAPERS}),
         (descriptions.MODELS, set(models.MODELS)),
         (descriptions.SHIFTS, set(SHIFTS)),
-        (descriptions.PARTS, parts),
+        (descriptions.PARTS, named),
         (descriptions.DATASETS, datasets),
         (catalogue.MASKS, set(catalogue.MASKS)),
     ):
