@@ -162,9 +162,12 @@ def check_values(task: Task | None, data: FederatedData) -> None:
     if traced or not isinstance(criterion, MeanLoss) or criterion.within is None:
         return
     least, most = criterion.within
-    value, weight = data.y if isinstance(data.y, Weighted) else (data.y, 1)
-    values = np.asarray(value)
-    odd = values[((values < least) | (values > most)) & (np.asarray(weight) > 0)]
+    value, weight = data.y if isinstance(data.y, Weighted) else (data.y, np.ones(1))
+    if not hasattr(value, "dtype"):  # a tree, which the loss refuses
+        return
+    values, weight = np.asarray(value), np.asarray(weight)
+    counts = weight.reshape(*weight.shape, *(1,) * (values.ndim - weight.ndim)) > 0  # weights may be of the leading axes
+    odd = values[((values < least) | (values > most)) & counts]
     if odd.size:
         raise ValueError(f"the {criterion.name} takes targets from {least} to {most}, but one is {odd[0]:g}")
 

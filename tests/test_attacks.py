@@ -325,6 +325,21 @@ def test_a_lie_that_is_not_finite_is_left_out_and_told(name, aggregator, way):
     assert (clients[others] == -1).all() and names[clients[~others][0]].startswith("['upload']")
 
 
+@pytest.mark.parametrize("way", ["lie", "conspire"])
+def test_a_lie_about_what_a_transformation_measures_is_left_out_too(way):
+    """The bits of adaptive clipping are the only numbers without an axis here."""
+    lies = {
+        "lie": lambda key, change: [leaf * jnp.nan if leaf.ndim == 0 else leaf for leaf in change],
+        "conspire": lambda changes, honest, liars: [jnp.nan * leaf[0] if leaf.ndim == 1 else leaf[0] for leaf in changes],
+    }
+    clipping = fm.uploads.adaptive_clip(1.0, reproducible=True)
+    attack = attacks.Attack(name="bit", attackers=(LIAR,), **{way: lies[way]})
+    algorithm = problems.build("fedavg", cohort_size=7, devices=1, uploads=(clipping,), attack=attack)
+    state, info = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), problems.data())
+    assert np.isfinite(state.aggregation.uploads[0]["norm"])
+    np.testing.assert_array_equal(info.returned, np.asarray(info.ids) != LIAR)
+
+
 def test_attackers_that_diverged_are_no_part_of_a_conspiracy():
     """Without `drop_nonfinite`, they send what they have; others agree upon what they see."""
     changes = np.array([[np.nan] * 4, [9.0] * 4, [2.0] * 4, [4.0] * 4])

@@ -115,6 +115,7 @@ ROWS = (
     Row(r"python -m experiments\.published_cohorts", "--rounds 2"),
     Row(r"python -m experiments\.published_samples .*", "--rounds 1 --seeds 1", "cifar10"),
     Row(r"make docs", 'ARGS="-d site"'),
+    Row(r"python docs/tools/gallery\.py", "--to methods.md"),
     Row(r"make mutation ARGS=.*", 'ARGS="--sample 2 --list --files fedjax_meta/local.py"'),
     # Studies.
     Row(r"make run", f'ARGS="--quick --systems fedavg,fedper {TINY}"'),

@@ -220,7 +220,7 @@ def test_one_large_client_gets_a_device_of_its_own():
 
 @pytest.mark.parametrize("size", [1, 5, 6, 7])
 @pytest.mark.parametrize(("lanes", "devices"), list(itertools.product([1, 2, 3], repeat=2)))
-def test_clients_of_equal_size_are_dealt_before_the_program_runs(size, lanes, devices):
+def test_clients_of_equal_size_are_assigned_before_the_program_runs(size, lanes, devices):
     found = engine._assign_equal(size, lanes, devices)
     jax.tree.map(np.testing.assert_array_equal, found, assign(jnp.full(size, 9), lanes, devices))
 

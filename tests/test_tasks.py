@@ -176,8 +176,15 @@ def test_labels_that_are_neither_0_nor_1_nor_between_are_refused():
     algorithm = fm.federate(method, federation)
     _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, signs), signs)
     assert not np.any(info.returned)
-    unknown = fm.Weighted(np.array([[0.0, 0.5, 1.0, -1.0]] * 9), np.array([[1, 1, 1, 0]] * 9))
-    fm.federate(method, federation).init(KEY, fm.from_clients([(np.ones((9, 3)), unknown)] * 3, num_classes=0))
+    labels = np.array([[0.0, 0.5, 1.0, -1.0]] * 9)
+    unknown = fm.Weighted(labels, np.array([[1, 1, 1, 0]] * 9))
+    of_samples = fm.Weighted(np.abs(labels), np.arange(1, 10))
+    for y in (unknown, of_samples):
+        fm.federate(method, federation).init(KEY, fm.from_clients([(np.ones((9, 3)), y)] * 3, num_classes=0))
+    with pytest.raises(ValueError, match=message):
+        fm.federate(method, federation).init(
+            KEY, fm.from_clients([(np.ones((9, 3)), of_samples._replace(value=labels))] * 3, num_classes=0)
+        )
 
 
 def test_a_layer_that_no_leaf_has_is_refused_when_the_task_is_made():

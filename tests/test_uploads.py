@@ -474,6 +474,10 @@ ILLEGAL = {
     ),
     "bits without noise": ((U.adaptive_clip(1.0), U.noise(1.0)), "bit_noise must be above half the noise multiplier"),
     "two kinds of clip": ((U.clip(1.0), U.adaptive_clip(2.0)), "clip may stand there once"),
+    "a rounding of one's own before sparsify": (
+        (dataclasses.replace(U.quantize(4), name="mine"), U.sparsify(0.5)),
+        "sparsify must come before mine",
+    ),
     "two sparsifications": ((U.sparsify(0.5), U.sparsify(0.5)), "sparsify may stand there once"),
     "a sparsification of one's own and mask": (
         (dataclasses.replace(U.sparsify(0.5), name="mine"), U.mask()),
@@ -858,7 +862,7 @@ def _with_own_weight(weight):
 )
 def test_quantisation_keeps_numbers_of_any_size_finite_and_in_their_range(numbers, bits):
     leaf = jnp.array(numbers, jnp.float32)
-    found = np.asarray(quantized(KEY, leaf, bits), float)
+    found = np.asarray(jax.jit(lambda leaf: quantized(KEY, leaf, bits))(leaf), float)
     assert np.isfinite(found).all() and found.min() >= leaf.min() and found.max() <= leaf.max()
     assert np.max(np.abs(found - np.asarray(leaf, float))) <= (float(leaf.max()) - float(leaf.min())) / (2**bits - 1) * 1.001
 

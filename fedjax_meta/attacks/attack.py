@@ -25,7 +25,8 @@ Lie = Callable[[Key, PyTree], PyTree]
 Conspiracy = Callable[[PyTree, jax.Array, jax.Array], PyTree]
 """`(changes [C, ...], honest [C], attackers [C]) -> one change`, which all attackers send.
 
-The changes are those that the clients would send; the rows of clients that did not return are 0.
+The changes are those that the clients would send; rows are 0 of clients that did not return, and of attackers that
+are not finite, who are not among the attackers.
 """
 
 

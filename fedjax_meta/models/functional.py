@@ -259,7 +259,10 @@ def samples(sample: Any, rows: int, dtype: DTypeLike | None = None) -> PyTree:
       >>> samples((28, 28), 2, jnp.int32)
       ShapeDtypeStruct(shape=(2, 28, 28), dtype=int32)
     """
-    if isinstance(sample, (tuple, list)) and not any(_is_form(leaf) for leaf in jax.tree.leaves(sample)):
+    # A NumPy integer has a shape and a type, but alone or among integers it is a size.
+    if isinstance(sample, (tuple, list)) and all(
+        isinstance(leaf, np.integer) or not _is_form(leaf) for leaf in jax.tree.leaves(sample)
+    ):
         for extent in sample:
             checks.count("sample_shape", extent)
         return jax.ShapeDtypeStruct((rows, *map(int, sample)), dtype or jnp.result_type(float))
@@ -275,7 +278,7 @@ def samples(sample: Any, rows: int, dtype: DTypeLike | None = None) -> PyTree:
 
 
 def _is_form(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, np.integer)  # which is a size
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def zeros(shapes: PyTree) -> PyTree:

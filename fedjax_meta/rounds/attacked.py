@@ -63,7 +63,7 @@ def by_client(
     """(what a client sends, what `Outputs.read` must hold, which leaf of what an attacker sends is not finite).
 
     `given` is the state with the model that the client was given. The leaf is -1 where all are finite, and `None` where nobody
-    lies by himself; leaves of the upload count from `place` on.
+    lies by himself; leaves of the upload count from `place` on, and all others as that one.
     """
     found = _attack(setting, data)
     if found is None or not found[0].changes_uploads:
@@ -82,7 +82,10 @@ def by_client(
 
 
 def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
-    """The outputs of a cohort whose attackers send what they agreed upon."""
+    """The outputs of a cohort whose attackers send what they agreed upon.
+
+    Rows have been written by then: an attacker whose lie is left out keeps what it trained.
+    """
     state, ids = context.state, context.ids
     found = _attack(setting, context.data)
     if found is None or found[0].conspire is None:
@@ -190,7 +193,7 @@ def _refused(setting: Setting, message: Message, place: Any) -> tuple[Message, j
     """(zeros in place of a message that is not finite, which leaf that is, see `by_client`)."""
     if not setting.federation.drop_nonfinite:
         return message, jnp.full((), -1, jnp.int32)
-    of_upload, other = first_broken(message.upload), first_broken((message.stacked, message.read))
+    of_upload, other = first_broken(message.upload), first_broken((message.measured, message.stacked, message.read))
     unfit = jnp.where(of_upload >= 0, place + of_upload, jnp.where(other >= 0, place, -1)).astype(jnp.int32)
     return zeros_unless(unfit < 0, message), unfit
 

@@ -32,7 +32,8 @@ def client_round(
     3. `weights_of`, `upload_of`: what it would send. The upload transformations change that.
     4. `_broken`: a client whose result is not finite takes no part.
     5. `_kept_after`: what it keeps for its next round.
-    6. `_added_up`: what it adds to the sum over the cohort, after its attack if it is an attacker and with its staleness weight.
+    6. `attacked.by_client`: what it sends if it is an attacker. If that is not finite, it takes no part either.
+    7. `_added_up`: what it adds to the sum over the cohort, with its staleness weight.
     """
     state, data = context.state, context.data
     client, works, arrives = _participation(setting, key, id_, drawn.position, data)
@@ -212,7 +213,8 @@ def _place_of_upload(setting: Setting, trained: Trained, weights: PyTree, upload
     """Where the leaves of the upload that is sent begin among those that `_broken` counts."""
     learned = learned_of(setting, trained) if setting.federation.uploads else ()
     names = leaf_names(result_of(setting, trained, weights, (learned, upload)))
-    return next((i for i, name in enumerate(names) if name.startswith("['upload'][1]")), 0)
+    starts = ("['upload'][1]", "['stacked']", "['personal']")  # some methods average nothing
+    return next((i for start in starts for i, name in enumerate(names) if name.startswith(start)), 0)
 
 
 def learned_of(setting: Setting, trained: Trained) -> PyTree:

@@ -113,7 +113,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
             f"store={study.store!r} tests all clients, but those that attack or are noisy are not scored: keep the clients on "
             "the device (store: device)"
         )
-    own = not system.pooled and any(map(lookup.is_own, (system.method, *own_names(system.federation))))
+    own = any(map(lookup.is_own, (system.method, *own_names(system.federation))))
     traced: set[tuple[Any, ...]] = set()
     for point in points:
         method, federation = system.parts(clients, **point)

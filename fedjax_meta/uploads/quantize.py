@@ -36,7 +36,7 @@ def quantize(bits: int) -> UploadTransform:
             return message  # no numbers, and no range of them
         return message._replace(bits=bits, extra_bits=message.extra_bits + 2 * 8 * leaf.dtype.itemsize)
 
-    return UploadTransform(name="quantize", client=client, message=message, config={"bits": bits})
+    return UploadTransform(name="quantize", client=client, message=message, on_grid=True, config={"bits": bits})
 
 
 def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
@@ -59,16 +59,17 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
             return leaf
         # In 32 bits at least: 16 bits cannot tell the place of a number between two of many levels.
         exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        # In units of a power of 2, which changes no digit: the width of levels must neither overflow nor be 0. The unit itself
-        # may be out of range, so it has two factors.
-        exponent = jnp.frexp(jnp.max(jnp.abs(exact)))[1]
-        units = [jnp.ldexp(jnp.ones((), exact.dtype), half) for half in (exponent // 2, exponent - exponent // 2)]
-        exact = exact / units[0] / units[1]
+        # In units of a power of 2, which changes no digit: the width of levels must neither overflow nor be 0. The unit and its
+        # reciprocal, by which XLA multiplies, must be normal numbers.
+        limits = jnp.finfo(exact.dtype)
+        exponent = jnp.clip(jnp.frexp(jnp.max(jnp.abs(exact)))[1], limits.minexp, limits.maxexp - 2)
+        unit = jnp.ldexp(jnp.ones((), exact.dtype), exponent)
+        exact = exact / unit
         low, high = jnp.min(exact), jnp.max(exact)
         width = jnp.where(high > low, (high - low) / steps, 1)
         place = (exact - low) / width
         level = jnp.floor(place)
         level = level + (jax.random.uniform(key, leaf.shape, exact.dtype) < place - level)
-        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high) * units[0] * units[1]).astype(leaf.dtype)
+        return jnp.where(leaf == 0, 0, jnp.clip(low + level * width, low, high) * unit).astype(leaf.dtype)
 
     return per_leaf(one, key, tree)

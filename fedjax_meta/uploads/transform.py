@@ -95,7 +95,8 @@ class UploadTransform:
         `noise` then adds so much more that both together are as private as its multiplier says.
       has_feedback: whether `memory`, a tree like the upload, carries what was left out of one upload into the next. It does so
         for increments. Of what is sent as a value (buffers, renewed statistics), the next upload has it anyway: it is set to 0.
-      leaves_out: whether numbers are left out, for which others of the upload stand.
+      leaves_out: whether only some numbers of an upload are sent.
+      on_grid: whether numbers are rounded to a few levels.
       sends_differences: whether clients then send by how much buffers moved instead of their values.
       fixed_divisor: whether the sum is divided by `ServerContext.divisor` even if some clients do not return, and all count
         equally.
@@ -116,6 +117,7 @@ class UploadTransform:
     spends: Scalar = 0.0
     has_feedback: bool = False
     leaves_out: bool = False
+    on_grid: bool = False
     sends_differences: bool = False
     fixed_divisor: bool = False
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -132,7 +134,7 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
     - mask comes last: nothing can read a masked upload.
     - clip, noise, mask and sparsify come at most once, and adaptive_clip counts as clip.
 
-    What a transformation does decides (see `kinds`), whatever its name is.
+    What a transformation does decides, not its name.
     """
     for transform in transforms:
         if not isinstance(transform, UploadTransform):
@@ -152,9 +154,10 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
         raise ValueError(
             f"{where}: {names[sparse[0]]} and mask exclude each other, because masks cancel only over the same coordinates"
         )
-    if sparse and "quantize" in names[: sparse[0]]:
+    if sparse and any(transform.on_grid for transform in transforms[: sparse[0]]):
         raise ValueError(
-            f"{where}: {names[sparse[0]]} must come before quantize, because its residual would leave the grid of levels"
+            f"{where}: {names[sparse[0]]} must come before {names[next(i for i, one in enumerate(transforms) if one.on_grid)]}, "
+            "because its residual would leave the grid of levels"
         )
     for transform in transforms[clips[0] + 1 :] if clips else ():
         if transform.has_feedback:
@@ -184,7 +187,7 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
 
 
 def kinds(transforms: Sequence[UploadTransform]) -> set[str]:
-    """The names of transformations, and those of the package's that do the same as one of a user's own.
+    """The names of transformations, and with one of a user's own the names of the package's that do the same.
 
     Example:
       >>> hidden = UploadTransform(name="mine", fixed_divisor=True)
@@ -199,6 +202,7 @@ def kinds(transforms: Sequence[UploadTransform]) -> set[str]:
             "noise": one.fixed_divisor,
             "mask": one.encode is not None,
             "sparsify": one.leaves_out,
+            "quantize": one.on_grid,
         }
         found |= {name for name, is_so in acts_as.items() if is_so}
     return found

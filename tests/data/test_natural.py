@@ -291,7 +291,7 @@ def fedjax_file(path, clients):
     connection.close()
 
 
-def test_two_clients_of_one_name_are_refused(tmp_path):
+def test_two_clients_of_one_name_are_refused():
     clients = [(name, np.zeros((4, 2)), np.zeros(4, np.int32)) for name in ("u1", "u2", "u1")]
     refused(
         lambda: natural.of_clients(clients, where="a file", num_classes=2, name="own", note=""),

@@ -13,6 +13,7 @@ from flax import nnx
 import fedjax_meta as fm
 from fedjax_meta import local, masks, meta
 from fedjax_meta.data import Batches
+from fedjax_meta.models import functional
 from fedjax_meta.task import Batch
 from tests import problems
 from tests.models import frameworks
@@ -262,6 +263,8 @@ def test_sizes_may_be_numpy_integers():
     ):
         found, wanted = (jax.eval_shape(make(n).init, jax.random.key(0)) for n in (size, int(size)))
         assert found == wanted
+    pair = functional.samples((np.zeros(4), np.int64(3)), 2)
+    assert [leaf.shape for leaf in pair] == [(2, 4), (2,)]  # a form beside one of an array
 
 
 class AllFlags(nn.Module):

@@ -452,11 +452,12 @@ def test_an_error_in_own_code_names_what_it_is_of_and_its_line(words, message, p
         ("adds:wrong", {}, "TypeError: add got incompatible shapes"),
         ("counts:wrong", {"schedule": {"name": "poisson", "rate": 0.5}}, "'left_out'"),
         ("fedavg", {"attack": {"name": "alike:lies", "attackers": [0]}}, "the lie of an attack must be like"),
+        ("adds:wrong", None, "TypeError: add got incompatible shapes"),
     ],
 )
 def test_own_code_that_fails_in_a_round_is_refused_before_other_systems_train(tmp_path, method, federation, words):
-    federation = {"cohort_size": 4, **federation}
-    systems = {"good": tree()["systems"]["local"], "bad": {"method": method, "options": {"lr": 0.1}, "federation": federation}}
+    central = {"pooled": True} if federation is None else {"federation": {"cohort_size": 4, **federation}}
+    systems = {"good": tree()["systems"]["local"], "bad": {"method": method, "options": {"lr": 0.1}, **central}}
     chosen = study(systems=systems)
     watcher = Silent()
     with pytest.raises(ValueError, match=f"pairs, bad: .*{words}"):
