@@ -22,10 +22,11 @@ def clip(norm: Scalar) -> UploadTransform:
     """Clips uploads to `norm`.
 
     With it, clients send by how much the model moved, buffers included, instead of its values. The norm is that of all that a
-    client sends: where a method sends statistics (features of each class, control variates), these take a part of it.
+    client sends: where a method sends statistics (features of each class, control variates), these take a part of it. In single
+    precision it holds for norms from about 1e-18 on: squares of smaller numbers are 0.
 
     Args:
-      norm: S, above 0; may be traced. In single precision it holds from about 1e-18 on: squares of smaller numbers are 0.
+      norm: S, above 0; may be traced.
 
     Raises:
       ValueError: a norm that is not positive.
