@@ -58,12 +58,12 @@ def by_client(
     received: Received,
     given: State,
     data: FederatedData,
-    place: int,
+    place: Callable[[], int],
 ) -> tuple[Message, PyTree, jax.Array | None]:
     """(what a client sends, what `Outputs.read` must hold, which leaf of what an attacker sends is not finite).
 
     `given` is the state with the model that the client was given. The leaf is -1 where all are finite, and `None` where nobody
-    lies by himself; leaves of the upload count from `place` on, and all others as that one.
+    lies by itself; leaves of the upload count from `place()` on, and all others as that one.
     """
     found = _attack(setting, data)
     if found is None or not found[0].changes_uploads:
@@ -76,9 +76,9 @@ def by_client(
         attacks = _of(members, id_)
         lie = partial(attack.alone, tagged(key, "attack"), attacks)
         message = _falsified(setting, lie, lambda leaf: attacks, message, reference)
-        message, unfit = _refused(setting, message, place)
+        message, unfit = _refused(setting, message, place())
     own = masks.split(received.model, setting.personal)[0] if setting.federation.average_personal else ()
-    return message, message.read if attack.conspire is None else (message.read, before, own, jnp.int32(place)), unfit
+    return message, message.read if attack.conspire is None else (message.read, before, own, jnp.int32(place())), unfit
 
 
 def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:

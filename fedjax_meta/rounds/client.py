@@ -1,5 +1,6 @@
 """The client's half of a round: what it starts from, what becomes of its training, and what it sends."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def client_round(
     after = _kept_after(setting, trained, received, kept, upload, residual, took_part, returned)
     stacked = zeros_unless(broken < 0, trained.stacked)
     message = attacked.Message(upload, measured, stacked, setting.read(after.personal, after.memory))
-    place = _place_of_upload(setting, trained, weights, upload)
+    place = partial(_place_of_upload, setting, trained, weights, upload)
     message, read, unfit = attacked.by_client(setting, key, id_, message, received, given, data, place)
     if unfit is not None:  # an attacker that sends what is not finite takes no part either
         broken = jnp.where(took_part & (unfit >= 0), unfit, broken)

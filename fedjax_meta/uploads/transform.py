@@ -154,10 +154,10 @@ def check_order(transforms: Sequence[UploadTransform]) -> None:
         raise ValueError(
             f"{where}: {names[sparse[0]]} and mask exclude each other, because masks cancel only over the same coordinates"
         )
-    if sparse and any(transform.on_grid for transform in transforms[: sparse[0]]):
+    grids = [i for i, transform in enumerate(transforms) if transform.on_grid]
+    if sparse and grids and grids[0] < sparse[0]:
         raise ValueError(
-            f"{where}: {names[sparse[0]]} must come before {names[next(i for i, one in enumerate(transforms) if one.on_grid)]}, "
-            "because its residual would leave the grid of levels"
+            f"{where}: {names[sparse[0]]} must come before {names[grids[0]]}, because its residual would leave the grid of levels"
         )
     for transform in transforms[clips[0] + 1 :] if clips else ():
         if transform.has_feedback:
