@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, wraps
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.federation import OPTIONS
+
+T = TypeVar("T")
 
 SIZES = np.array([24, 61, 30, 97, 44, 33, 70])
 
@@ -43,14 +46,20 @@ def _head(variables, features):
     return features @ variables["head"]["w"] + variables["head"]["b"][None]
 
 
-@cache
+def _made_once(make: Callable[[], T]) -> Callable[[], T]:
+    """`make`, called once in each precision: what is made in float64 does not fit a program that is traced in float32."""
+    made = cache(lambda precise: make())
+    return wraps(make)(lambda: made(jax.config.jax_enable_x64))
+
+
+@_made_once
 def task() -> fm.Task:
     """A two-layer classifier of 3 classes from 5 inputs; smooth, so that derivatives of any order exist."""
     base = fm.classification(_init, lambda variables, x: _head(variables, _features(variables, x)), layers=("body", "head"))
     return base._replace(features=_features, head=_head)
 
 
-@cache
+@_made_once
 def normed_task() -> fm.Task:
     """The like with a batch norm, for systems that treat its leaves apart."""
     network = fm.models.Network((5,), 3, hidden=(4,), normed=("fc1",), activation="elu", norm="before")
@@ -62,7 +71,7 @@ def task_of(name: str) -> fm.Task:
     return normed_task() if name in NEED_BATCH_NORM else task()
 
 
-@cache
+@_made_once
 def data() -> fm.FederatedData:
     """7 clients of unequal size with train, support, query, test, test_support and test_query views."""
     return clients_of(SIZES)

@@ -59,13 +59,9 @@ def test_every_program_of_a_method_lowers_for_accelerators(name):
         evaluations = [fm.evaluate(algorithm, key, state, data, known=known) for known in (True, False)]
         return jax.vmap(rounds)(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)), evaluations
 
-    problems.normed_task.cache_clear()  # such a task keeps the precision in which it was made
-    try:
-        with jax.enable_x64(False):
-            algorithm, *arguments = problem(name)
-            check(lowered(programs, *arguments))
-    finally:
-        problems.normed_task.cache_clear()
+    with jax.enable_x64(False):
+        algorithm, *arguments = problem(name)
+        check(lowered(programs, *arguments))
 
 
 def test_a_program_is_made_for_the_platform_it_is_lowered_for():
