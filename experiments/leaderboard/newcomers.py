@@ -22,7 +22,7 @@ from experiments.leaderboard.board import Line
 from experiments.reproduce.run_list import Run
 from fedjax_meta import disk, report, sweeps
 from fedjax_meta.algorithm import Algorithm
-from fedjax_meta.blocks import run_keys
+from fedjax_meta.blocks import Compiled, run_keys
 from fedjax_meta.data import FederatedData
 from fedjax_meta.evaluation import evaluate
 from fedjax_meta.keys import tagged
@@ -140,7 +140,7 @@ def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
 
     def add(algorithm: Algorithm, data: FederatedData, samples: Sequence[int], option: str = "", steps: int = 0) -> None:
         # One program for all seeds, which have the same numbers, and for all numbers of samples.
-        test = jax.jit(_test(algorithm, cell.study.metrics))
+        test = Compiled(jax.jit(_test(algorithm, cell.study.metrics)))
         for most in samples:
             for trial, (_, state) in zip(trials, states, strict=True):
                 key = tagged(run_keys(jax.random.key(trial.seed))[2], NEW, state.round)
