@@ -134,26 +134,30 @@ def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
     """All tests of a system's new clients; those with all samples and no option repeat what the run found."""
     assert clients.new is not None
     final = final_phase(cell.study, cell.found.scenario, cell.system, clients)
-    trials, option = cell.found.trials, adapts_by(cell.study.systems[cell.system])[0]
+    trials, (option, usual) = cell.found.trials, adapts_by(cell.study.systems[cell.system])
     states = [restored(final, cell.folder, trial.seed, clients) for trial in trials]
-    made: list[Tested] = []
 
-    def add(algorithm: Algorithm, data: FederatedData, samples: Sequence[int], option: str = "", steps: int = 0) -> None:
+    def tested(algorithm: Algorithm, data: FederatedData, samples: Sequence[int]) -> list[Tested]:
         # One program for all seeds, which have the same numbers, and for all numbers of samples.
-        test = Compiled(jax.jit(_test(algorithm, cell.study.metrics)))
+        test, made = Compiled(jax.jit(_test(algorithm, cell.study.metrics))), []
         for most in samples:
             for trial, (_, state) in zip(trials, states, strict=True):
                 key = tagged(run_keys(jax.random.key(trial.seed))[2], NEW, state.round)
                 found = test(key, state, fewer(data, most))
-                made.append(Tested(cell.system, trial.seed, most, option, steps, _score(cell, found)))
+                made.append(Tested(cell.system, trial.seed, most, "", 0, _score(cell, found)))
+        return made
 
     most = int(np.asarray(clients.new.sizes("support")).max())
     plain = sweeps.member_algorithm(final.build, states[0][0])
-    add(plain, clients.new, [0, *(number for number in SAMPLES if number < most)])
+    made = tested(plain, clients.new, [0, *(number for number in SAMPLES if number < most)])
+    as_in_the_run = made[: len(trials)]
     system = cell.study.system(cell.system, cell.found.scenario)
     for steps in (*STEPS, *(ALONE if cell.found.method == board.LOCAL else ())) if option else ():
-        other = dataclasses.replace(system, tested_with={**system.tested_with, option: steps}).tested()
-        add(sweeps.alone(*other.parts(clients, **trials[0].numbers)), clients.new, [0], option, steps)
+        found = as_in_the_run
+        if steps != usual:
+            other = dataclasses.replace(system, tested_with={**system.tested_with, option: steps}).tested()
+            found = tested(sweeps.alone(*other.parts(clients, **trials[0].numbers)), clients.new, [0])
+        made += [one._replace(option=option, steps=steps) for one in found]
     return made
 
 

@@ -516,10 +516,18 @@ def test_new_clients_with_all_their_samples_are_those_of_the_run(lines, tested):
             assert same.score == pytest.approx(line.new, abs=1e-3)
 
 
-def test_as_many_epochs_as_in_the_run_change_nothing(lines, tested):
-    (same,) = [one for one in tested if one[:2] == ("fedavg_ft", 1) and one.option and one.steps == 5]
-    assert same.option == "finetune_epochs"
-    assert same.score == pytest.approx(of(lines, "fedavg_ft")[0].new, abs=1e-3)
+def test_as_many_epochs_as_in_the_run_change_nothing(lines, tested, folder, monkeypatch):
+    """They are taken from the test as in the run; a program with this number of epochs finds the same."""
+    taken = [one.score for one in tested if one.system == "fedavg_ft" and one.option and one.steps == 5]
+    assert taken[0] == pytest.approx(of(lines, "fedavg_ft")[0].new, abs=1e-3)
+    listed, root = folder
+    (cell,) = [cell for cell in board.cells_of(listed, root / "digits") if cell.system == "fedavg_ft"]
+    assert newcomers.adapts_by(cell.study.systems["fedavg_ft"]) == ("finetune_epochs", 5)
+    monkeypatch.setattr(newcomers, "adapts_by", lambda system: ("finetune_epochs", 4))
+    monkeypatch.setattr(newcomers, "STEPS", (5,))
+    monkeypatch.setattr(newcomers, "SAMPLES", ())
+    found = newcomers.tests(cell, cell.study.scenarios[cell.found.scenario].build())
+    assert [one.score for one in found if one.option] == pytest.approx(taken, abs=1e-3)
 
 
 def test_fewer_samples_are_the_first_ones(folder):
