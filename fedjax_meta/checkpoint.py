@@ -125,7 +125,7 @@ def save(folder: str | os.PathLike, state: PyTree, records: Json, config: Json, 
             if base is None:
                 raise
             disk.replace(path, _contents(run, state, None), check=_check_whole)
-        others = [old for old in _rounds(folder) if old != done]
+        others = [old for old in saved_rounds(folder) if old != done]
         surplus = others[: max(len(others) + 1 - keep, 0)]
         needed = _bases(folder, set(others) - set(surplus) | {done}) if surplus else set()
         for old in surplus:
@@ -160,7 +160,7 @@ def restore(
     """
     folder = Path(folder).absolute()
     damaged: list[str] = []
-    for done in reversed(_rounds(folder)):
+    for done in reversed(saved_rounds(folder)):
         path = _file(folder, done)
         try:
             run = _read_run(path)
@@ -197,10 +197,18 @@ def saved_config(folder: str | os.PathLike) -> Json | None:
       ValueError: a checkpoint of another format.
     """
     folder = Path(folder).absolute()
-    for done in reversed(_rounds(folder)):
+    for done in reversed(saved_rounds(folder)):
         with contextlib.suppress(OSError, _DamagedError):
             return _read_run(_file(folder, done))["config"]
     return None
+
+
+def saved_rounds(folder: Path) -> list[int]:
+    """The rounds of the checkpoints in a folder, in order."""
+    if not folder.is_dir():
+        return []
+    names = [name.removesuffix(_SUFFIX) for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 class _NotSet:
@@ -364,7 +372,7 @@ def _base(folder: Path, done: int, state: PyTree) -> dict[str, Json] | None:
     """
     if sum(_plain(leaf)[0].nbytes for leaf in jax.tree.leaves(state)) < _LARGE:
         return None
-    others = [old for old in _rounds(folder) if old < done]
+    others = [old for old in saved_rounds(folder) if old < done]
     with contextlib.suppress(OSError, _DamagedError, ValueError, IndexError):
         run = _read_run(_file(folder, others[-1]))
         if 2 * run["written"] < sum(leaf["bytes"] for leaf in run["leaves"]):
@@ -584,11 +592,3 @@ def _form(array: Any) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _rounds(folder: Path) -> list[int]:
-    """The rounds of the checkpoints in a folder, in order."""
-    if not folder.is_dir():
-        return []
-    names = [name.removesuffix(_SUFFIX) for name in os.listdir(folder) if name.endswith(_SUFFIX)]
-    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))

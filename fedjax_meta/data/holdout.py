@@ -106,7 +106,7 @@ def validation_samples(data: FederatedData, share: float, *, support: float = 0.
     """
     checks.fraction("share", share)
     checks.one_of("scored", scored, ("test", "test_query"))
-    start, size = np.asarray(data.start["train"]), np.asarray(data.size["train"])
+    size, start = np.asarray(data.sizes("train")), np.asarray(data.start["train"])
     least = 2 if scored == "test_query" else 1
     if size.min() <= least:
         raise ValueError(

@@ -130,7 +130,8 @@ def _read(folder: Path) -> dict[str, tuple[list[Any], list[Any]]]:
 
 
 def _is_tweet(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == 5 and isinstance(row[4], str)
+    # Number, date, query, user, text; LEAF's own tools add which part of Sentiment140 it is from.
+    return isinstance(row, list) and len(row) >= 5 and isinstance(row[4], str)
 
 
 def _inputs(where: str, kind: str, x: list[Any], known: dict[str, int]) -> np.ndarray:
@@ -141,7 +142,7 @@ def _inputs(where: str, kind: str, x: list[Any], known: dict[str, int]) -> np.nd
         return np.stack([text.encode(row, vocabulary, unknown=vocabulary.index(" ")) for row in x])
     if kind == "sent140":
         if not all(_is_tweet(row) for row in x):
-            raise ValueError(f"{where} has inputs that are no tweets of 5 fields")
+            raise ValueError(f"{where} has inputs that are no tweets, whose text is the fifth field")
         return text.encode_words([row[4] for row in x], known, SENTENCE)
     try:
         rows = np.array(x, np.float32)

@@ -33,7 +33,8 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
       ValueError: clients with more than `capacity` samples.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
-    checks.indices("clients", np.asarray(clients)[np.asarray(clients) >= 0], data.num_clients)
+    clients = np.asarray(clients)
+    checks.indices("clients", clients[clients >= 0], data.num_clients)
     start = {name: np.where(clients < 0, 0, np.asarray(values)[clients]) for name, values in data.start.items()}
     size = {name: np.where(clients < 0, 0, np.asarray(values)[clients]) for name, values in data.size.items()}
     begin, length = _extents(start, size)
@@ -55,7 +56,7 @@ def pack(data: FederatedData, clients: np.ndarray, capacity: int) -> FederatedDa
         y=jax.tree.map(packed, data.y),
         start={name: (values - begin + first).astype(np.int32) for name, values in start.items()},
         size=size,
-        ids=data.ids_of(np.asarray(clients)),
+        ids=data.ids_of(clients),
         population=data.total_clients,
     )
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_meta import checks
 from fedjax_meta.data import runs
+from fedjax_meta.data.samples import as_array
 
 Seed = int | np.random.Generator
 """What a partition draws from."""
@@ -335,10 +336,7 @@ def check_labels(labels: ArrayLike) -> np.ndarray:
     Raises:
       ValueError: labels that are not integers, are negative, or do not have the shape `[M]` with M >= 1.
     """
-    try:
-        labels = np.asarray(labels)
-    except (TypeError, ValueError):
-        raise ValueError(f"labels must be integers [M] with M >= 1, not {checks.shown(labels)}") from None
+    labels = as_array("labels", labels)
     if labels.ndim != 1 or labels.size == 0 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
             f"labels must be integers [M] with M >= 1, not {labels.dtype} {list(labels.shape)}; "

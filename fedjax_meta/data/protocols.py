@@ -96,7 +96,8 @@ def fedmeta_per_clients(
         for lognormal sizes and `"2u+j"` otherwise.
       sizes: `"stick"`, `"stick in turn"` or `"lognormal"` (see `slots.stick_breaking`, `slots.lognormal_classes`). If not given,
         lognormal for CIFAR-10 and stick-breaking otherwise. The published runs on MNIST had `"stick in turn"` and `"u+j"`, where
-        clients share samples.
+        clients share samples. The test parts that new clients share then hold samples several times, and the note says how many
+        of their queries are also in their own support.
       sizes_seed: determines the sizes in place of `seed`, so that other draws of the samples keep them.
       samples: with `"stick in turn"`, which samples of its class a slot takes: the `"first"` ones, or others at `"random"`.
       scaling: see `pixel_scaling`; if not given, `"half"` for CIFAR-10 and `"pixel"` otherwise.
@@ -256,6 +257,15 @@ def _with_newcomers(
         note = f"New clients: {orders}; of their pairs of classes, training clients have {', '.join(map(str, shared))}, too."
     else:
         note = "New clients hold pairs of classes that no training client has."
+    owner = np.repeat(np.arange(len(size)), size)
+    adapted = np.arange(len(order)) - np.repeat(np.cumsum(size) - size, size) < support[owner]
+    held_by = owner * len(y) + order
+    twice = np.isin(held_by[~adapted], held_by[adapted])
+    if twice.any():
+        note += (
+            f" Clients share samples: {twice.sum()} of {twice.size} queries of new clients are samples that the same client "
+            "adapts on."
+        )
     return Protocol(on_device(train), on_device(new), name, ". ".join(filter(None, [source.note, note])), orders=len(parts))
 
 

@@ -38,11 +38,11 @@ def to_arrays(name: str, values: Any) -> PyTree:
       ValueError: a leaf that is not one array, a tree without leaves.
     """
     if not is_tree(values):
-        return _array(name, values)
+        return as_array(name, values)
     paths, structure = jax.tree_util.tree_flatten_with_path(values, is_leaf=lambda node: not is_tree(node))
     if not paths:
         raise ValueError(f"{name} holds no arrays")
-    return jax.tree.unflatten(structure, [_array(f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths])
+    return jax.tree.unflatten(structure, [as_array(f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in paths])
 
 
 def named(what: str, tree: PyTree) -> Iterator[tuple[str, Any]]:
@@ -56,7 +56,12 @@ def length(tree: PyTree) -> int:
     return len(jax.tree.leaves(tree)[0])
 
 
-def _array(name: str, values: ArrayLike) -> np.ndarray:
+def as_array(name: str, values: ArrayLike) -> np.ndarray:
+    """One array in the byte order of this machine.
+
+    Raises:
+      ValueError: a mask that hides something, or values that are no array.
+    """
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(f"{name} is a masked array, whose masked numbers would count: fill them, or leave these samples out")
     try:

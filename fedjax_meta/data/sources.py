@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from fedjax_meta import checks, runtime
 from fedjax_meta.data import cache, canonical, npz
 from fedjax_meta.data.prepared import load_prepared
-from fedjax_meta.data.samples import class_count, lost
+from fedjax_meta.data.samples import as_array, class_count, lost
 
 DATA_DIR_VARIABLE = "FEDJAX_META_DATA_DIR"
 """The environment variable that names the folder of data sets."""
@@ -174,10 +174,7 @@ def _path(name: str, value: Any) -> str:
 
 
 def _checked(x: ArrayLike, y: ArrayLike, who: str) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        x, y = np.asarray(x), np.asarray(y)
-    except (TypeError, ValueError):
-        raise ValueError(f"{who} inputs are not one array [M, ...]; samples of mixed shape must be resized first") from None
+    x, y = as_array(f"{who} x", x), as_array(f"{who} y", y)
     if not (checks.is_real(x.dtype) or x.dtype == bool):
         raise ValueError(f"{who} inputs must be one numeric array [M, ...], not dtype {x.dtype} (samples of mixed shape?)")
     if not np.issubdtype(y.dtype, np.integer):

@@ -34,9 +34,10 @@ LOCAL = "local_only"
 
 def alone(study: Study, system: str) -> tuple[str, ...]:
     """The groups whose clients train by themselves with a system; new clients only if they are given epochs."""
-    if study.systems[system].method != LOCAL:
+    one = study.systems[system]
+    if one.method != LOCAL:
         return ()
-    options = study.systems[system].options
+    options = {**one.options, **{name: max(values) for name, values in one.grid.items()}, **one.tested_with}
     epochs = options.get("new_client_epochs")
     return (KNOWN, NEW) if (options.get("finetune_epochs") if epochs is None else epochs) else (KNOWN,)
 

@@ -151,7 +151,9 @@ def by_client(systems: Sequence[Shown], *, dots: bool = True) -> Figure:
                     axis.plot([values.min(), values.max()], [place, place], color=color_of(one.color), linewidth=1)
                 if values.size:
                     low, middle, high = np.percentile(values, [25, 50, 75])
-                    axis.plot([low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4)
+                    axis.plot(
+                        [low, high], [place, place], color=color_of(one.color), linewidth=7, alpha=0.4, solid_capstyle="butt"
+                    )
                     axis.plot([middle, middle], [place - 0.3, place + 0.3], color=TEXT, linewidth=1.6)
                 else:
                     axis.text(0.02, place, "diverged", transform=axis.get_yaxis_transform(), va="center", fontsize=8)
@@ -246,12 +248,18 @@ def tuning(systems: Sequence[Shown]) -> Figure:
             for one in mine:
                 values = sorted({trial.numbers[name] for trial in one.tuning})
                 score = [_best(one, name, value) for value in values]
-                axis.plot(values, score, marker="o", markersize=3.5, **_line(one))
+                cut = _cut(one, name)
+                hollow: dict[str, Any] = {"color": color_of(one.color), "markerfacecolor": "none", "linestyle": "none"}
+                for ended, style in ((False, _line(one)), (True, hollow)):
+                    place = [i for i, value in enumerate(values) if (value in cut) == ended]
+                    if place:
+                        x, y = [values[i] for i in place], [score[i] for i in place]
+                        axis.plot(x, y, marker="o", markersize=3.5, **style)
                 drawn.append(curves.Drawn(values, np.array(score), color_of(one.color)))
                 for value in {point[name] for point in one.chosen if point.get(name) in values}:
-                    place = values.index(value)
+                    i = values.index(value)
                     ring: dict[str, Any] = {"markeredgecolor": color_of(one.color), "markerfacecolor": "none"}
-                    axis.plot(values[place], score[place], "o", markersize=9, markeredgewidth=1.6, **ring)
+                    axis.plot(values[i], score[i], "o", markersize=9, markeredgewidth=1.6, **ring)
             if every and every[0] > 0:
                 axis.set_xscale("log")
             shown = every if len(every) <= 7 else every[:: -(-len(every) // 7)]
@@ -270,6 +278,8 @@ def tuning(systems: Sequence[Shown]) -> Figure:
     else:
         marked = "a ring marks the value that was chosen."
     words = f"Best score on held-back {held} with each value of the grid; {marked}"
+    if any(_cut(one, name) for one in tuned for name in one.grid):
+        words += " Hollow: halving ended all points with this value, and the score is that of fewer rounds."
     return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names], tuned)
 
 
@@ -475,8 +485,19 @@ def _last(one: Shown, group: str) -> np.ndarray:
     return np.array([choice.last_scores(trial, trial.rows[-1]["tests"][group], one.score) for trial in one.final], float)
 
 
+def _cut(one: Shown, name: str) -> set[float]:
+    """The values of a number all of whose points were ended by halving."""
+    last = max(trial.rows[-1]["round"] for trial in one.tuning)
+    whole = {trial.numbers[name] for trial in one.tuning if trial.rows[-1]["round"] == last or trial.diverged is not None}
+    return {trial.numbers[name] for trial in one.tuning} - whole
+
+
 def _best(one: Shown, name: str, value: float) -> float:
-    """The best mean score over seeds of the points that have this value; NaN if all of them diverged."""
-    # Points that halving stopped count with the last score that they had.
-    trials = [t._replace(rows=[{**t.rows[-1], "round": 0}]) for t in one.tuning if t.numbers[name] == value]
+    """The best mean score over seeds of the points that have this value; NaN if all of them diverged.
+
+    Points that halving ended count with the last score that they had, if there are no others.
+    """
+    trials = [trial for trial in one.tuning if trial.numbers[name] == value]
+    if value in _cut(one, name):
+        trials = [trial._replace(rows=[{**trial.rows[-1], "round": 0}]) for trial in trials]
     return choice.best(trials, one.tuned_by).score

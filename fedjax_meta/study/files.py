@@ -76,6 +76,7 @@ def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
         raise ValueError(f"{path} is nested too deeply for a study") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping with title, scenarios and systems")
+    _check_entries("", tree)
     base = tree.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: extends={checks.shown(base)} must be a file, or the name of a study of the package")
@@ -158,6 +159,7 @@ def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
             raise ValueError(f"variant={name!r} is unknown; this study has no variants")
         checks.one_of("variant", name, known)
         changes = known[name] or {}
+        _check_entries(f"variants.{name}.", changes)
         for kind in MAKES:
             for entry, value in (changes.get(kind) or {}).items():
                 if value is None:
@@ -167,6 +169,16 @@ def variants(tree: Tree, chosen: Sequence[str] = ()) -> Tree:
                     raise ValueError(f"variant {name} changes {kind}.{entry}, which variant {other} leaves out")
         tree = _merged(tree, changes)
     return tree
+
+
+def _check_entries(where: str, tree: Mapping[str, Any]) -> None:
+    for kind in MAKES:
+        entries = tree.get(kind)
+        if entries is not None and not isinstance(entries, Mapping):
+            raise ValueError(f"{where}{kind} must be a mapping of names, not {checks.shown(entries)}")
+        for name, entry in (entries or {}).items():
+            if entry is not None and not isinstance(entry, Mapping):
+                raise ValueError(f"{where}{kind}.{name} must be a mapping, not {checks.shown(entry)}")
 
 
 def _merged(tree: Tree, changes: Mapping[str, Any]) -> Tree:
@@ -204,6 +216,10 @@ def override(tree: Tree, text: str) -> None:
     if read is None and kind in ("scenarios", "systems") and name and "." not in name:
         checks.one_of(kind, name, tree.get(kind) or {})
         del tree[kind][name]
+        if tree.get("published"):
+            of = kind.removesuffix("s")
+            rows = published(tree["published"])
+            tree["published"] = [row for row in rows if not isinstance(row, Mapping) or row.get(of) != name]
         return
     entry, _, field = name.partition(".")
     known = tree.get(kind) or {}
@@ -285,6 +301,8 @@ def expanded(kind: str, entries: Mapping[str, Any]) -> Tree:
                 called.append(word)
             if kind == "systems":
                 title = one.get("title") or name
+                if not isinstance(title, str):
+                    raise ValueError(f"{kind}.{name}: title={checks.shown(title)} must be text")
                 one["title"] = _filled(f"{kind}.{name}", title, words)
             label = "-".join([name, *(re.sub(r"[^A-Za-z0-9_]+", "_", word).strip("_") for word in called)])
             if label in made:

@@ -167,6 +167,10 @@ class Job:
             if self._study.tuned_by.metric not in (None, "accuracy_mean"):
                 config["halved by"] = self._study.tuned_by.metric  # decides which points end early
         rounds = tuning.rounds or self._study.rounds
+        if choice.rungs(len(self._points), rounds, tuning.halving):
+            # Points that were cut, by all of their seeds, cannot be compared with others later.
+            grid = {name: list(values) for name, values in self._system.grid.items()}
+            config["compared by halving"] = {"grid": grid, "seeds": list(tuning.seeds)}
         return self._phase("tuning", rounds, data, tests, config)._replace(tuning=self._study.tuned_by)
 
     def final(self) -> Phase:

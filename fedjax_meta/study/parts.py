@@ -296,8 +296,10 @@ def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None)
 
 def _mapping(given: Any) -> dict[str, Any]:
     """A part as a mapping with its name."""
-    if not isinstance(given, str):
+    if isinstance(given, Mapping):
         return dict(given)
+    if not isinstance(given, str):
+        raise ValueError(f"a part must be a name, or a mapping with a name and options, not {checks.shown(given)}")
     if any(own_name(option, given) for option in OWN):
         return {"name": given}
     name, options = name_and_options(given)

@@ -73,6 +73,7 @@ def _noise(data: FederatedData, *, share: float = 0.2, std: float = 0.5, seed: i
       share: of the clients.
       std: standard deviation of the noise; pixels count as numbers in [0, 1].
     """
+    checks.share("share", share)
     # A stream of its own: those that validation holds out, and attackers, are drawn from the same seed.
     rng = np.random.default_rng([seed, 3])
     noisy = rng.permutation(data.num_clients)[: round(share * data.num_clients)]
@@ -202,6 +203,8 @@ class Scenario:
             checks.share("new", self.new)
         checks.count("seed", self.seed, least=0)
         checks.count("server", self.server, least=0)
+        if self.server == 1:
+            raise ValueError("server=1 must be 0 or at least 2: a method may adapt on some samples and train on others")
         given = self.dataset in GENERATED or self.dataset in NATURAL
         if self.server and (given or not (self.rule in PARTITIONS or lookup.is_own(self.rule))):
             raise ValueError(f"server={self.server} needs one of the partitions {', '.join(PARTITIONS)}")
@@ -379,9 +382,10 @@ class Scenario:
         return held
 
     def _of_server(self, x: np.ndarray, y: np.ndarray, order: np.ndarray, classes: int) -> ClientData:
-        """The server's samples, with the views of a client."""
+        """The server's samples, with the views that a client trains on. The server is not tested."""
         sizes = np.array([self.server])
-        views = train_test_views(sizes, train=1 - self.test, support=self.support)
+        views = nested_views(sizes, np.zeros_like(sizes), support=self.support)
+        views = {name: views[name] for name in ("train", "support", "query")}
         return from_partition(x, y, order, sizes, num_classes=classes, views=views).client(0)
 
     def _check_own_split(self) -> None:

@@ -148,6 +148,8 @@ class Study:
         checks.count("rounds", self.rounds)
         checks.count("eval_every", self.eval_every)
         _check_seeds("seeds", self.seeds)
+        if self.data_seeds is None:  # an empty field of a file
+            object.__setattr__(self, "data_seeds", ())
         if self.data_seeds:
             _check_seeds("data_seeds", self.data_seeds)
             object.__setattr__(self, "scenarios", _drawn(self.scenarios, self.data_seeds))
@@ -198,6 +200,8 @@ class Study:
 
     def _check_scenarios(self) -> None:
         for name, scenario in self.scenarios.items():
+            if not self.systems_on(name):
+                raise ValueError(f"scenarios.{name}: no system is run on it")
             for system in self.systems_on(name) if scenario.federation or scenario.attackers else ():
                 try:
                     self.system(system, name)

@@ -74,6 +74,8 @@ class System:
         builder = lookup.method(self.method)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
+        for name in self.grid:
+            checks.word("option in the grid", name)
         plain = [name for name in self.grid if "." not in name]
         taken, given = keywords(builder), {**self.options, **dict.fromkeys(plain)}
         own = [name for name in given if name not in federations.OPTIONS or name in self.options]

@@ -68,9 +68,11 @@ def trials(phase: Phase, members: Sequence[Member], context: RunContext) -> list
 
 def _trained(phase: Phase, members: Sequence[Member], context: RunContext) -> Iterator[dict[str, Trial]]:
     """The trials of all members by name, as they are finished."""
-    groups = waves(phase, members)
+    if not members:
+        return
     points = len({tuple(member.numbers.items()) for member in members})
     rungs = choice.rungs(points, phase.rounds, phase.tuning.halving if phase.tuning else None)
+    groups = waves(phase, members) if rungs else _as_saved(phase, members, context.folder)
     if rungs and len(groups) > 1:
         yield _in_turns(phase, groups, rungs, context)
         return
@@ -78,6 +80,28 @@ def _trained(phase: Phase, members: Sequence[Member], context: RunContext) -> It
         wave = _Wave(phase, group, context, rungs)
         _train(wave, phase, group, context)
         yield wave.named()
+
+
+def _as_saved(phase: Phase, members: Sequence[Member], folder: Path) -> list[list[Member]]:
+    """The members in groups that train together: as an earlier run saved them, and the others in waves.
+
+    More seeds or values of a grid thus lose nothing of what others have trained.
+    """
+    left, groups = {str(member): member for member in members}, []
+    for _, names in sorted(_saved_groups(phase, folder), reverse=True):
+        group = [left[name] for name in names if name in left]
+        if len(group) == len(names) and len(waves(phase, group)) == 1:
+            groups.append(group)
+            left = {name: member for name, member in left.items() if name not in names}
+    return [*groups, *(waves(phase, list(left.values())) if left else [])]
+
+
+def _saved_groups(phase: Phase, folder: Path) -> Iterator[tuple[int, list[str]]]:
+    """(rounds, members) of every checkpoint of a phase."""
+    for state in (folder / "state" / phase.scenario).glob(f"{phase.system}.{phase.name}.*"):
+        config = checkpoint.saved_config(state)
+        if config is not None:
+            yield checkpoint.saved_rounds(state)[-1], config["members"]
 
 
 def _in_turns(

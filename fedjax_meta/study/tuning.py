@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+import jax
 import numpy as np
 
 from fedjax_meta import report, sweeps
@@ -74,7 +75,9 @@ def _of_type(system: System, *types: type) -> tuple[str, ...]:
     kinds = {field.name: field.type for field in dataclasses.fields(Federation)}
     given = {name: option_at(system.federation, name) if "." in name else own.get(name) for name in system.grid}
     kinds |= {name: _kind(option, system.grid[name]) for name, option in given.items() if option is not None}
-    return tuple(name for name in system.grid if any(one in types for one in (kinds.get(name), *get_args(kinds.get(name)))))
+    several = {name: (kinds.get(name), *get_args(kinds.get(name))) for name in system.grid}
+    # What may be an array, e.g. the options of Optax's optimisers, may be traced.
+    return tuple(name for name, some in several.items() if jax.Array not in some and any(one in types for one in some))
 
 
 def _kind(option: inspect.Parameter, values: Sequence[float]) -> Any:

@@ -110,6 +110,12 @@ def test_clients_are_tested_on_the_tests_of_the_data_set():
     assert all(tests(seed=seed) == set(range(24, 34)) for seed in (0, 1))
 
 
+def test_clients_of_one_size_have_orders_of_their_own():
+    same = three()._replace(x=np.arange(34.0)[:, None], sizes=np.array([12, 11, 11]), ordered=False)
+    x = np.asarray(same.federated().x)[:, 0].astype(int)
+    assert not np.array_equal(x[12:23] - 12, x[23:] - 23)
+
+
 def test_views_keep_every_client_to_its_own_samples_and_the_split_of_the_data_set():
     split = three()._replace(train_sizes=np.array([4, 2, 15]), ordered=False)
     data = split.federated(support=0.5, seed=3)
@@ -183,7 +189,8 @@ def test_leaf_text_is_coded_in_its_own_order_of_characters(tmp_path):
 
 def test_leaf_tweets_take_their_words_from_the_training_part(tmp_path):
     def tweet(words):
-        return ["1", "date", "query", "user", words]
+        # Six fields: LEAF's combine_data.py appends the part, and its data_to_json.py leaves the first column out.
+        return ["1", "date", "query", "user", words, "training"]
 
     leaf_file(tmp_path / "train", leaf_users({"u": ([tweet("good good day"), tweet("bad day")], [1, 0])}))
     leaf_file(tmp_path / "test", leaf_users({"u": ([tweet("good unseen")], [1])}))

@@ -93,6 +93,14 @@ def test_shuffle_is_uniform_over_the_orders_of_a_client():
     assert sum((count - 500) ** 2 / 500 for count in seen.values()) < 25.7
 
 
+def test_a_shuffle_of_very_many_clients_mixes_the_samples_of_each():
+    """There, another sort is used than for fewer clients."""
+    held = part.Partition(np.arange(140_000), np.full(70_000, 2))
+    order = held.shuffled(0).order.reshape(-1, 2)
+    assert (order.min(1) == 2 * np.arange(70_000)).all()
+    assert (order[:, 0] > order[:, 1]).mean() == pytest.approx(0.5, abs=0.01)
+
+
 @pytest.mark.parametrize(("samples", "clients"), [(10, 3), (9, 3), (7, 7)])
 def test_iid_sizes_differ_by_at_most_one(samples, clients):
     sizes = part.iid(np.zeros(samples, int), clients, seed=0).sizes
@@ -146,6 +154,26 @@ def test_dirichlet_clients_range_from_one_class_to_the_mix_of_the_data_set():
     assert (single.max(1) == 20).mean() > 0.9
     # A multinomial of 20 over 5 equal classes: 4 each, variance 3.2.
     assert mixed.mean(0) == pytest.approx(4, abs=0.8) and mixed.var() == pytest.approx(3.2, rel=0.3)
+
+
+def test_dirichlet_clients_have_the_mix_of_the_data_set_on_average():
+    counts = np.array([5000, 2000, 1600, 1000, 400])
+    labels = np.repeat(np.arange(5), counts)
+    held = part.dirichlet_clients(labels, 100, concentration=5.0, sizes=np.full(100, 20), seed=0)
+    assert held.class_counts(labels, 5).mean(0) / 20 == pytest.approx(counts / counts.sum(), abs=0.05)
+
+
+@pytest.mark.parametrize(("name", "options"), [("dirichlet_classes", {"concentration": 1e6}), ("classes", {"per_client": 2})])
+def test_which_samples_of_a_class_a_client_gets_is_drawn(name, options):
+    """Not only how many: the samples of a class do not stand in the order of storage."""
+    labels = np.repeat(np.arange(5), 400)
+    drawn = [PARTITIONS[name](labels, 5, seed=seed, **options) for seed in (0, 1)]
+    of = [np.split(held.order, np.cumsum(held.sizes)[:-1]) for held in drawn]
+    for mine in of[0]:
+        label = labels[mine[0]]
+        same = np.sort(mine[labels[mine] == label])
+        assert np.diff(same).max() > 1
+    assert not any(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(*of, strict=True))
 
 
 def test_dirichlet_clients_replace_an_exhausted_class_by_the_others():

@@ -427,6 +427,41 @@ def test_local_tests_of_mtfl_have_the_training_classes_if_shards_divide_classes(
     assert (_counts(p.train, "train") > 0).sum(1).max() == 2
 
 
+MIXED = {
+    "mtfl": (lambda s: protocols.mtfl_clients(s, num_clients=200).train, ("support", "query")),
+    "fedpac": (lambda s: protocols.fedpac_clients(s).train, ("support", "query")),
+    "perfedavg_reptile": (lambda s: protocols.perfedavg_reptile_clients(s).train, ("train", "test")),
+    "new clients of fedmeta_per": (lambda s: protocols.fedmeta_per_clients(s).new, ("support", "query")),
+}
+"""What makes clients, and two views that are parts of one."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_the_samples_of_a_client_do_not_stand_class_by_class(name, cifar):
+    make, (one, other) = MIXED[name]
+    data = make(cifar)
+    first, second = _counts(data, one), _counts(data, other)
+    share = first.sum(1, keepdims=True) / (first + second).sum(1, keepdims=True)
+    # A class's part in the first view has a hypergeometric distribution around the share; its deviation is below 0.04 here.
+    often = first + second >= 100
+    assert often.sum() > 40 and np.abs(first / np.maximum(first + second, 1) - share)[often].max() < 0.17
+
+
+def test_splits_of_fedpac_are_drawn_by_the_seed(cifar):
+    one, other = (protocols.fedpac_clients(cifar, seed=seed).train for seed in (1, 2))
+    assert np.array_equal(_counts(one, "train"), _counts(other, "train"))
+    assert not set(_numbers(one, "train", 0)) <= set(_numbers(other, "train", 0))
+
+
+def test_queries_that_a_new_client_has_adapted_on_are_counted_in_the_note(mnist):
+    """As published, clients share samples, so that the test parts hold some several times."""
+    new = protocols.fedmeta_per_clients(mnist, sizes="stick in turn", pairing="u+j")
+    sides = [[_numbers(new.new, view, u) for view in ("support", "query")] for u in range(50)]
+    twice = sum(int(np.isin(query, support).sum()) for support, query in sides)
+    assert twice > 0 and f"{twice} of {sum(len(query) for _, query in sides)} queries of new clients" in new.note
+    assert "share samples" not in protocols.fedmeta_per_clients(mnist).note
+
+
 @pytest.mark.parametrize(
     ("samples", "clients", "steps"), [(60_000, 200, 15), (60_000, 400, 8), (50_000, 200, 12), (50_000, 400, 6)]
 )

@@ -364,7 +364,7 @@ BAD = {
     "labels as strings": (lambda p: from_arrays(X, np.array(["a"] * 10)), "must be integers, not <U1; np.unique"),
     "real labels": (lambda p: from_arrays(X, Y.astype(float)), "training labels must be integers"),
     "negative labels": (lambda p: from_arrays(X, Y - 5), "labels must not be negative"),
-    "mixed shape": (lambda p: from_arrays([X[0], X[0, :2]], Y[:2]), "mixed shape"),
+    "mixed shape": (lambda p: from_arrays([X[0], X[0, :2]], Y[:2]), "is not one array"),
     "NaN": (lambda p: from_arrays(np.full((10, 2), np.nan), Y), "training inputs hold NaN"),
     "one label short": (lambda p: from_arrays(X, Y[:9]), r"labels \[M\] with M >= 1, not \(10, 6, 5, 3\) and \(9,\)"),
     "half a test split": (lambda p: from_arrays(X, Y, x_test=X), "given together"),

@@ -61,6 +61,12 @@ def test_noise_has_the_given_deviation_in_the_given_views():
     assert noisy.x.dtype == np.uint8
 
 
+def test_clients_have_noise_of_their_own():
+    data = from_partition(np.zeros((1000, 4)), np.zeros(1000, int), np.arange(1000), [500, 500])
+    noise = np.asarray(transforms.add_noise(data, 1.0, seed=0, clip=None).x).reshape(2, -1)
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.1
+
+
 def test_noise_on_floats_is_clipped_only_if_clip_is_given():
     data = from_partition(np.full((500, 3), 0.5), np.zeros(500, int), np.arange(500), [500])
     free, clipped = (transforms.add_noise(data, 3.0, seed=0, clip=clip) for clip in (None, (0.0, 1.0)))

@@ -38,13 +38,15 @@ def study(**changes):
 
 
 class Silent:
-    """Counts what it is told; raises `KeyboardInterrupt` at a given record."""
+    """Keeps what it is told; raises `KeyboardInterrupt` at a given record."""
 
     def __init__(self, stop_at=None):
         self.records, self.ended, self.waited, self.stop_at = 0, [], [], stop_at
+        self.begun = []  # what, of how many members, after which round
 
     def begin(self, scenario, system, phase, members, rounds, done, tested):
         self.phase = (scenario, system, phase)
+        self.begun.append((self.phase, members, done))
 
     def progress(self, done, metrics):
         pass

@@ -119,6 +119,36 @@ def test_clients_have_their_names_and_noise_is_marked(tmp_path):
     assert shown == {"ann", r"bob \$1", "cy", "dee", "eve"}
 
 
+@pytest.mark.parametrize("share", [-0.2, 2.0, float("nan"), "0.2", None])
+def test_a_share_of_noisy_clients_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match=r"share=.* must"):
+        Scenario(dataset="digits", shift="noise", shift_options={"share": share}).build()
+
+
+def test_the_tests_of_a_client_are_like_what_it_trains_on():
+    """Partitions may give samples class by class; they are mixed before they are cut into views."""
+    data = Scenario(dataset="digits", partition="classes", clients=10, new=0.0).build().train
+    for client in range(10):
+        train, test = (np.bincount(_labels(data, view, client), minlength=10) for view in ("train", "test"))
+        assert (train > 0).sum() == 2
+        assert np.abs(train / train.sum() - test / test.sum()).max() < 0.25
+
+
+def test_the_server_trains_on_all_of_its_samples():
+    server = Scenario(dataset="digits", partition="iid", server=100, test=0.5).build().server
+    sizes = {name: int(np.asarray(server[name].size)) for name in ("train", "support", "query")}
+    assert sizes == {"train": 100, "support": 20, "query": 80}
+    with pytest.raises(ValueError, match="server=1 must be 0 or at least 2"):
+        Scenario(dataset="digits", partition="iid", server=1)
+
+
+def test_the_samples_of_the_server_are_drawn(tmp_path):
+    np.savez(tmp_path / "ordered.npz", x=np.arange(400.0)[:, None], y=np.arange(400.0))
+    server = Scenario(dataset=str(tmp_path / "ordered.npz"), partition="iid", server=100, model="mlp").build().server
+    drawn = np.asarray(server["train"].in_order(100).get(0, 0).x).ravel()
+    assert 120 < drawn.mean() < 280 and len(set(drawn.tolist())) == 100
+
+
 def test_the_command_shows_a_study_or_any_data_set(tmp_path):
     result = _command("quickstart", "--out", tmp_path / "look.pdf")
     assert result.exit_code == 0 and "digits: FedMeta-Per on mnist_small" in result.output

@@ -157,7 +157,8 @@ def test_draws_are_trained_each_and_shown_together(tmp_path):
     gained.draw(canvas)
     of_draws = [results.by_client(joined[i].final, "known", None).values.reshape(2, 2, -1).mean(1).ravel() for i in (0, 1)]
     np.testing.assert_allclose(canvas.lines[0].get_ydata(), np.sort(of_draws[0] - of_draws[1]), atol=1e-9)
-    assert canvas.lines[0].get_ydata().size == 2 * clients["pairs"].train.num_clients
+    everyone = 2 * clients["pairs"].train.num_clients
+    np.testing.assert_allclose(canvas.lines[0].get_xdata(), 100 * (np.arange(everyone) + 0.5) / everyone)
 
 
 def test_other_draws_of_a_written_study_are_those_of_the_study():
@@ -212,10 +213,10 @@ def test_a_table_of_gains_names_the_clients_of_each_draw():
 
     outcomes = [
         run.Outcome("pairs", name, [], {}, [], [scored(values[0], [0, 1]), scored(values[1], [2, 3])])
-        for name, values in {"fedavg": [[0.5, 0.5], [0.1, 0.9]], "local": [[0.5, 0.5], [0.5, 0.5]]}.items()
+        for name, values in {"fedavg": [[0.5, 0.7], [0.1, 0.9]], "local": [[0.5, 0.5], [0.5, 0.5]]}.items()
     ]
     (row,) = [row for row in results.gains(chosen, outcomes) if row[1] == chosen.title_of("local")]
-    assert row[3] == "25 %"
+    assert row[3:5] == ["25 %", "+10.0"]  # who loses, and the median gain
     assert row[-2:] == ["-40.0 (client 2, draw 4)", "+40.0 (client 3, draw 4)"]
 
 
@@ -367,3 +368,27 @@ def test_what_is_written_is_read_again_here_and_elsewhere():
     numbers = [1e-05, 1e30, 0.1, -3, 0, float("inf"), 12345678901234567890, None, True, "1.", "+.5"]
     text = files.text_of({"words": words, "numbers": numbers})
     assert files.parsed(text) == yaml.safe_load(text) == {"words": words, "numbers": numbers}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scenarios": 5}, "scenarios must be a mapping of names, not 5"),
+        ({"scenarios": {"pairs": "hello"}}, "scenarios.pairs must be a mapping, not 'hello'"),
+        ({"systems": ["a"]}, r"systems must be a mapping of names, not \['a'\]"),
+        ({"variants": {"v": {"systems": 5}}}, "variants.v.systems must be a mapping of names, not 5"),
+        ({"variants": {"v": {"scenarios": {"pairs": [1]}}}}, r"variants.v.scenarios.pairs must be a mapping, not \[1\]"),
+    ],
+)
+def test_a_file_whose_systems_or_scenarios_are_none_is_refused_where_it_is_read(changes, words, tmp_path):
+    (tmp_path / "study.yaml").write_text(files.text_of({**TREE, **changes}))
+    with pytest.raises(ValueError, match=words):
+        files.variants(files.read(tmp_path / "study.yaml"), ["v"] if "variants" in changes else [])
+
+
+def test_published_numbers_of_what_is_left_out_are_left_out():
+    tree = {**TREE, "published": [{"scenario": "pairs", "rows": {"fedavg": 80, "local": 70}}]}
+    tree = copy.deepcopy(tree)
+    files.override(tree, "systems.fedavg=null")
+    assert [(row["system"], row["value"]) for row in tree["published"]] == [("local", 70)]
+    assert [row.system for row in from_tree(tree).published] == ["local"]

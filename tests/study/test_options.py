@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fedjax_meta import privacy
 from fedjax_meta.cli import app
-from fedjax_meta.study import estimate, figures, from_tree, guarantees, page, results, run, tuning
+from fedjax_meta.study import baselines, estimate, figures, from_tree, guarantees, page, results, run, tuning
 from fedjax_meta.study.check import check
 from fedjax_meta.study.system import System
 from tests.study.common import TREE, Silent, study, tree
@@ -319,3 +319,26 @@ def test_a_grid_over_options_of_parts(tmp_path):
     (clip, quantize) = System(method="fedavg", preset=name, federation=bare).federation["uploads"]
     assert (clip["norm"], quantize["bits"]) == (5.0, 4)
     assert System(method="fedavg", preset=name).federation == {}
+
+
+def test_numbers_of_optax_may_have_a_grid_of_fractions():
+    """Optax annotates them as what may be an array, a whole number among others."""
+    adam = {"method": "fedavg", "federation": {"server_optimizer": "adam", "server_lr": 0.1}}
+    system = study(systems={"a": {**adam, "grid": {"server_optimizer.b1": [0, 0.5]}}}).systems["a"]
+    assert tuning.points_of(system) == [{"server_optimizer.b1": 0.0}, {"server_optimizer.b1": 0.5}]
+    assert tuning.shaping(system) == ()
+
+
+def test_local_training_of_new_clients_may_be_an_option_of_the_grid_or_of_tests():
+    local = {"method": "local_only", "options": {"lr": 0.1}}
+    for more, groups in (
+        ({}, ("known",)),
+        ({"grid": {"new_client_epochs": [1, 5]}}, ("known", "new")),
+        ({"tested_with": {"new_client_epochs": 3}}, ("known", "new")),
+        ({"grid": {"epochs": [1, 5]}}, ("known",)),
+    ):
+        assert baselines.alone(study(systems={"l": {**local, **more}}), "l") == groups
+
+
+def test_an_empty_field_of_data_seeds_is_none():
+    assert study(data_seeds=None).data_seeds == ()

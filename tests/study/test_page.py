@@ -186,6 +186,16 @@ def test_a_curve_has_the_rounds_that_all_seeds_have():
     axis = Figure().subplots()
     figures.against([shown]).panels[-1].draw(axis)
     np.testing.assert_allclose(axis.lines[0].get_xdata(), np.mean([[2, 4, 6], [2, 6, 10]], 0))
+    figures.against([shown._replace(traffic=2e6)]).panels[0].draw(axis := Figure().subplots())
+    np.testing.assert_allclose(axis.lines[0].get_xdata(), [2, 6, 12])  # MB
+
+
+def test_full_colour_of_a_confusion_matrix_is_all_samples_of_a_true_class():
+    matrices = [[[3, 1], [0, 0]], [[0, 0], [1, 3]]]
+    final = [Trial({}, 0, [{"tests": {"known": {"confusion": matrices}}}], None)]
+    final += [Trial({}, 1, [{"tests": {"known": {"confusion": [matrices[0], [[0, 0], [4, 0]]]}}}], None)]
+    figures.confusion([figures.Shown("a", 0, final)]).panels[0].draw(axis := Figure().subplots())
+    np.testing.assert_allclose(axis.images[0].get_array()[..., 3], [[6 / 8, 2 / 8], [5 / 8, 3 / 8]])
 
 
 def test_the_choice_of_every_draw_has_a_ring():
@@ -201,6 +211,37 @@ def test_the_choice_of_every_draw_has_a_ring():
     assert sorted(ring.get_xdata()[0] for ring in rings) == [0.1, 0.3] and "Each draw" in figure.words
     figures.tuning([shown._replace(chosen=[{"lr": 0.3}], draws=1)]).panels[0].draw(axis := Figure().subplots())
     assert [ring.get_xdata()[0] for ring in axis.lines[1:]] == [0.3]
+
+
+def test_values_that_halving_ended_are_hollow_and_not_joined_with_the_others():
+    tests = [{"validation": {"accuracy": [share], "scores": {"accuracy_mean": share}}} for share in (0.3, 0.7, 0.8, 0.9)]
+    rounds, rates = (4, 8, 8, 4), (0.01, 0.1, 1.0, 1.0)
+    trials = [
+        Trial({"lr": lr, "epochs": 1 + (i == 3)}, 0, [{"round": at, "tests": one}], None)
+        for i, (lr, at, one) in enumerate(zip(rates, rounds, tests, strict=True))
+    ]
+    grid = {"lr": [0.01, 0.1, 1.0]}
+    figure = figures.tuning([figures.Shown("a", 0, [], tuning=trials, grid=grid, chosen=[{"lr": 1.0}])])
+    figure.panels[0].draw(axis := Figure().subplots())
+    line, hollow, ring = axis.lines
+    # At 1.0, the point that was cut scored better after fewer rounds, and does not count.
+    np.testing.assert_allclose(line.get_xydata(), [[0.1, 70], [1.0, 80]])
+    np.testing.assert_allclose(hollow.get_xydata(), [[0.01, 30]])
+    assert (hollow.get_linestyle(), hollow.get_markerfacecolor()) == ("None", "none")
+    np.testing.assert_allclose(ring.get_xydata(), [[1.0, 80]])
+    assert axis.get_xscale() == "log" and "Hollow: halving ended" in figure.words
+    whole = [trial._replace(rows=[{**trial.rows[0], "round": 8}]) for trial in trials]
+    assert "Hollow" not in figures.tuning([figures.Shown("a", 0, [], tuning=whole, grid=grid)]).words
+
+
+def test_bars_of_clients_reach_from_quartile_to_quartile():
+    shares = [0.1, 0.2, 0.4, 0.8, 0.9]
+    figure = figures.by_client([figures.Shown("a", 0, [trial_of(1, shares, [0.5])])])
+    figure.panels[0].draw(axis := Figure().subplots())
+    bar, middle = axis.lines[:2]
+    np.testing.assert_allclose(bar.get_xdata(), [20, 80])
+    np.testing.assert_allclose(middle.get_xdata(), [40, 40])
+    assert bar.get_solid_capstyle() == "butt"
 
 
 def test_what_was_not_run_is_not_spoken_of(tmp_path):

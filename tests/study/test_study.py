@@ -139,8 +139,21 @@ def test_a_finished_study_takes_more_seeds_rounds_and_systems(finished, tmp_path
     # Three records of seed 3 for two systems, and three of the third: nothing that was finished is trained again.
     assert watcher.records == 9
     assert without_clocks(more)[0].final[:2] == without_clocks(finished[1])[0].final
-    longer = run.run(study(seeds=[1, 2, 3], rounds=6), tmp_path, watcher=Silent())
+    watcher = Silent()
+    longer = run.run(study(seeds=[1, 2, 3], rounds=6), tmp_path, watcher=watcher)
     assert [row["round"] for row in longer[1].final[0].rows][-1] == 6
+    # Seeds that were added later train on from where they are, as the others do.
+    assert {done for (*_, phase), _, done in watcher.begun if phase == "final"} == {4}
+    whole = run.run(study(seeds=[1, 2, 3], rounds=6), tmp_path / "whole", watcher=Silent())
+    assert without_clocks(longer)[1].final == without_clocks(whole)[1].final
+
+
+def test_seeds_that_are_added_to_a_stopped_run_cost_nothing_of_what_it_trained(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run.run(study(seeds=[1, 2], systems={"local": TREE["systems"]["local"]}), tmp_path, watcher=Silent(stop_at=1))
+    watcher = Silent()
+    run.run(study(seeds=[2, 3, 1], systems={"local": TREE["systems"]["local"]}), tmp_path, watcher=watcher)
+    assert [(members, done) for _, members, done in watcher.begun] == [(2, 1), (1, 0)]
 
 
 def test_a_folder_of_another_study_is_refused_before_anything_is_written(finished):
@@ -188,6 +201,25 @@ BUFFER = {
 }
 BAD = {
     "no systems": (tree(systems={}), "systems must be a mapping of names"),
+    "a scenario without a system": (
+        tree(
+            scenarios={name: TREE["scenarios"]["pairs"] for name in ("pairs", "empty")},
+            systems={"a": {"method": "fedavg", "scenarios": ["pairs"]}},
+        ),
+        "scenarios.empty: no system is run on it",
+    ),
+    "a title that is no text beside each": (
+        tree(systems={"a": {"method": "fedavg", "title": 5, "each": {"options.lr": [0.1, 0.2]}}}),
+        "systems.a: title=5 must be text",
+    ),
+    "a number in place of an option": (
+        tree(systems={"a": {"method": "fedavg", "grid": {5: [1, 2]}}}),
+        "systems.a: option in the grid=5 must be a word",
+    ),
+    "a part that is a number": (
+        tree(scenarios={"pairs": {**TREE["scenarios"]["pairs"], "federation": {"attack": 5}}}),
+        "a part must be a name, or a mapping with a name and options, not 5",
+    ),
     "an unknown field": (tree(round=3), "study has no field 'round' .did you mean 'rounds'"),
     "an unknown method": (tree(systems={"a": {"method": "fedavgg"}}), "systems.a: method='fedavgg' is unknown"),
     "an unknown option": (

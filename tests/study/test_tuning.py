@@ -134,6 +134,17 @@ def test_the_rounds_of_trials_grow_unless_halving_has_cut_points_after_parts_of_
         assert {trial.rows[-1]["round"] for trial in more.tuning} == {4}
 
 
+def test_points_that_halving_compared_are_not_compared_with_others_later(tmp_path):
+    """A point goes on with all of its seeds or none, and every point is judged after the same rounds."""
+    grid = {"lr": [1e-5, 1e-4, 0.003, 0.1]}
+    tuned(tmp_path, grid, rounds=4, halving=2)
+    for values, seeds in ((grid["lr"], [0, 1]), (grid["lr"][:3], [0]), ([*grid["lr"], 0.2], [0])):
+        with pytest.raises(ValueError, match=r"cannot resume: compared by halving.*was .* and is .* now"):
+            tuned(tmp_path, {"lr": values}, rounds=4, halving=2, seeds=seeds)
+    for values, seeds in ((grid["lr"][2:], [0]), (grid["lr"], [0, 1])):  # nothing is cut, or was
+        tuned(tmp_path / "whole", {"lr": values}, rounds=2, seeds=seeds)
+
+
 def test_ties_go_to_the_earlier_point_and_seeds_stay_together():
     points = [{"lr": 0.1}, {"lr": 0.1}, None, None, {"lr": 0.3}, {"lr": 0.3}, {"lr": 0.4}, {"lr": 0.4}]
     accuracy, values = report.Kind("accuracy", True, True), [0.5, 0.5, 9, 9, 0.1, 0.9, 0.9, 0.0]
