@@ -204,7 +204,7 @@ def test_a_builder_that_a_study_could_not_call_is_refused(text, message):
 
 
 def test_an_option_that_is_missing_is_named_with_its_builder():
-    with pytest.raises(TypeError, match="own: missing a required argument: 'lr'"):
+    with pytest.raises(TypeError, match=r"own: missing a required (keyword-only )?argument: 'lr'"):
         own("(task, *, lr)")(problems.task())
 
 
