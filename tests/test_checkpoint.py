@@ -70,14 +70,14 @@ def test_restore_returns_what_was_saved(tmp_path):
 
 def test_restore_is_none_when_nothing_was_saved(tmp_path):
     assert checkpoint.restore(tmp_path / "never", like(state()), CONFIG) is None
-    assert checkpoint._rounds(tmp_path / "never") == []
+    assert checkpoint.saved_rounds(tmp_path / "never") == []
 
 
 def test_the_newest_two_are_kept(tmp_path):
     for done in (1, 2, 10, 9):
         checkpoint.save(tmp_path, state(done), [], CONFIG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10.ckpt", "9.ckpt"]
-    assert checkpoint._rounds(tmp_path)[-1] == 10
+    assert checkpoint.saved_rounds(tmp_path)[-1] == 10
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, ["3"]), (2, ["10", "3"]), (3, ["10", "2", "3"]), (9, ["10", "2", "3"])])
@@ -440,7 +440,7 @@ def test_any_history_of_saves_restores_what_was_saved_last(seed, in_part, tmp_pa
             saved = {}
             checkpoint.save(tmp_path, of_clients(rows, done), [done], CONFIG, keep=keep)
         saved[done] = rows
-        newest = checkpoint._rounds(tmp_path)[-1]
+        newest = checkpoint.saved_rounds(tmp_path)[-1]
         found = checkpoint.restore(tmp_path, of_clients(saved[newest], 0), CONFIG, on_damage=pytest.fail)
         assert found.records == [newest]
         assert same(found.state, of_clients(saved[newest], newest))

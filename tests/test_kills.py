@@ -169,7 +169,7 @@ def test_two_processes_in_one_folder(tmp_path):
     first = start(tmp_path / "run", 1, "--rounds", "4000", "--every", "50", "--names", "fedavg")
     first.stdout.readline()
     until = time.monotonic() + 120
-    while not checkpoint._rounds(tmp_path / "run" / "state" / "fedavg"):
+    while not checkpoint.saved_rounds(tmp_path / "run" / "state" / "fedavg"):
         assert time.monotonic() < until
         time.sleep(0.05)
     first.send_signal(signal.SIGSTOP)  # what changes now, the second has changed
