@@ -248,7 +248,7 @@ def tuning(systems: Sequence[Shown]) -> Figure:
             for one in mine:
                 values = sorted({trial.numbers[name] for trial in one.tuning})
                 score = [_best(one, name, value) for value in values]
-                cut = _cut(one, name)
+                cut = _ended_early(one, name)
                 hollow: dict[str, Any] = {"color": color_of(one.color), "markerfacecolor": "none", "linestyle": "none"}
                 for ended, style in ((False, _line(one)), (True, hollow)):
                     place = [i for i, value in enumerate(values) if (value in cut) == ended]
@@ -278,7 +278,7 @@ def tuning(systems: Sequence[Shown]) -> Figure:
     else:
         marked = "a ring marks the value that was chosen."
     words = f"Best score on held-back {held} with each value of the grid; {marked}"
-    if any(_cut(one, name) for one in tuned for name in one.grid):
+    if any(_ended_early(one, name) for one in tuned for name in one.grid):
         words += " Hollow: halving ended all points with this value, and the score is that of fewer rounds."
     return Figure("tuning", "How the hyper-parameters were chosen", words, [panel(name) for name in names], tuned)
 
@@ -485,7 +485,7 @@ def _last(one: Shown, group: str) -> np.ndarray:
     return np.array([choice.last_scores(trial, trial.rows[-1]["tests"][group], one.score) for trial in one.final], float)
 
 
-def _cut(one: Shown, name: str) -> set[float]:
+def _ended_early(one: Shown, name: str) -> set[float]:
     """The values of a number all of whose points were ended by halving."""
     last = max(trial.rows[-1]["round"] for trial in one.tuning)
     whole = {trial.numbers[name] for trial in one.tuning if trial.rows[-1]["round"] == last or trial.diverged is not None}
@@ -498,6 +498,6 @@ def _best(one: Shown, name: str, value: float) -> float:
     Points that halving ended count with the last score that they had, if there are no others.
     """
     trials = [trial for trial in one.tuning if trial.numbers[name] == value]
-    if value in _cut(one, name):
+    if value in _ended_early(one, name):
         trials = [trial._replace(rows=[{**trial.rows[-1], "round": 0}]) for trial in trials]
     return choice.best(trials, one.tuned_by).score

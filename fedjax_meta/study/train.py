@@ -93,7 +93,7 @@ def _as_saved(phase: Phase, members: Sequence[Member], folder: Path) -> list[lis
         if len(group) == len(names) and len(waves(phase, group)) == 1:
             groups.append(group)
             left = {name: member for name, member in left.items() if name not in names}
-    return [*groups, *(waves(phase, list(left.values())) if left else [])]
+    return [*groups, *waves(phase, list(left.values()))]
 
 
 def _saved_groups(phase: Phase, folder: Path) -> Iterator[tuple[int, list[str]]]:
