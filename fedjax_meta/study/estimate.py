@@ -20,6 +20,9 @@ from fedjax_meta.study.tuning import Point, points_of, rounds_of_trials, shaping
 LONG = 2.0
 """Seconds from which one call is enough to time a round."""
 
+DRAWS = 100
+"""Cohorts that are drawn until one has a client: under Poisson sampling a round may have none."""
+
 
 class Estimate(NamedTuple):
     """What a system costs on a scenario.
@@ -29,7 +32,8 @@ class Estimate(NamedTuple):
       personal: numbers that a client keeps.
       traffic: bytes of a client in a round, down and up.
       flops: of a client in the first round, on average over its cohort: matrix products and convolutions alone. Methods that
-        do other work once they know a client, or every second round, need a mean over rounds: see `flops.of_rounds`.
+        do other work once they know a client, or every second round, need a mean over rounds: see `flops.of_rounds`. NaN if
+        none of `DRAWS` cohorts had a client.
       memory: bytes of the states of the largest sweep, and of what one round needs beside them on each device.
       programs: to compile.
       rounds: of all trials and final runs together.
@@ -73,19 +77,18 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
     state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
     personal = sum(leaf.size for leaf in jax.tree.leaves((state.personal, state.memory))) // data.num_clients
     trials = len(points) * len(study.tuning.seeds) if len(points) > 1 else 0
+    key, cohort = _somebody(algorithm, data.num_clients)
     # Points of other epochs or batch sizes are programs of their own, and take another time.
     shapes = {tuple(point[key] for key in shaping(system)): point for point in reversed(points)}
-    each = [measured_round(built(point), data) for point in shapes.values()]
+    each = [measured_round(built(point), data, key) for point in shapes.values()]
     flops, seconds, compiled = (float(np.mean([one[i] for one in each])) for i in range(3))
     room = max(one[3] for one in each)
     members = max(trials, len(study.seeds))
-    # Places that Poisson sampling leaves empty take no FLOPs.
-    cohort = max(int(np.sum(np.asarray(algorithm.cohort(jax.random.key(0), 0, data.num_clients)) >= 0)), 1)
     return Estimate(
         shared=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
         personal=personal,
         traffic=costs.traffic(algorithm, data),
-        flops=flops / cohort,
+        flops=flops / cohort if cohort else np.nan,
         memory=members * _bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
         programs=3 * ((len(shapes) if trials else 0) + 1),
         rounds=round(share * (rounds_of_trials(len(points), study) + study.rounds * len(study.seeds))),
@@ -98,9 +101,18 @@ def _bytes(shapes: Any) -> int:
     return sum(leaf.size * (4 if is_key(leaf) else leaf.dtype.itemsize) for leaf in jax.tree.leaves(shapes))
 
 
-def measured_round(algorithm: Algorithm, data: FederatedData) -> tuple[float, float, float, int]:
+def _somebody(algorithm: Algorithm, num_clients: int) -> tuple[jax.Array, int]:
+    """(A key whose first cohort has a client, how many it has). Places that Poisson sampling leaves empty take no FLOPs."""
+    for draw in range(DRAWS):
+        key = jax.random.key(draw)
+        cohort = int(np.sum(np.asarray(algorithm.cohort(key, 0, num_clients)) >= 0))
+        if cohort:
+            break
+    return key, cohort
+
+
+def measured_round(algorithm: Algorithm, data: FederatedData, key: jax.Array) -> tuple[float, float, float, int]:
     """(FLOPs of a round, seconds of a round, seconds of compilation, bytes that the program needs beside its arguments)."""
-    key = jax.random.key(0)
     state = jax.jit(algorithm.init)(key, data)
     started = time.perf_counter()
     program: Any = jax.jit(counted(algorithm.round)).lower(key, state, data).compile()

@@ -146,6 +146,21 @@ def test_dirichlet_classes_fills_up_small_clients():
     assert held.sizes.min() == 6 and held.sizes.sum() == 300
 
 
+def test_small_clients_are_filled_up_at_random_by_those_that_have_more():
+    """Nobody gives what it needs itself, whoever has more gives in proportion, and all others keep what they drew."""
+    labels, least = np.repeat(np.arange(40), 5000), 300
+    drawn, filled = (
+        part.dirichlet_classes(labels, 400, concentration=0.1, seed=3, min_samples=some).sizes for some in (1, least)
+    )
+    poor, spare = drawn < least, np.maximum(drawn - least, 0)
+    assert drawn.min() > 1 and poor.sum() > 50 and drawn.sum() == filled.sum() == len(labels)
+    assert (filled[poor] == least).all() and (filled[~poor] >= least).all() and (filled[~poor] <= drawn[~poor]).all()
+    expected = spare * (least - drawn[poor]).sum() / spare.sum()
+    for half in (slice(0, 200), slice(200, 400)):
+        assert (drawn - filled)[half][~poor[half]].sum() == pytest.approx(expected[half].sum(), rel=0.05)
+    assert (part.dirichlet_classes(labels, 400, concentration=0.1, seed=3, min_samples=500).sizes == 500).all()
+
+
 def test_dirichlet_clients_range_from_one_class_to_the_mix_of_the_data_set():
     labels = np.repeat(np.arange(5), 2000)
     sizes = np.full(50, 20)
@@ -180,6 +195,18 @@ def test_dirichlet_clients_replace_an_exhausted_class_by_the_others():
     labels = np.array([0] * 5 + [1] * 95)
     held = part.dirichlet_clients(labels, 10, concentration=0.1, sizes=np.full(10, 10), seed=0)
     assert np.array_equal(np.sort(held.order), np.arange(100)) and (held.sizes == 10).all()
+
+
+def test_what_replaces_an_exhausted_class_is_drawn_among_all_that_is_left():
+    """Of clients with one class each, those of a class that is asked for too often get the mix of what nobody asked for."""
+    labels = np.repeat(np.arange(4), 1000)
+    held = part.dirichlet_clients(labels, 20, concentration=1e-5, sizes=np.full(20, 150), seed=2).class_counts(labels, 4)
+    wanted = 150 * np.bincount(held.argmax(1), minlength=4)
+    assert (wanted > 1000).sum() == 1 and wanted.sum() == 3000
+    rich, others = wanted.argmax(), np.flatnonzero(wanted <= 1000)
+    left = 1000 - wanted[others]
+    replaced = held[held.argmax(1) == rich][:, others].sum(0)
+    assert replaced == pytest.approx((wanted[rich] - 1000) * left / left.sum(), rel=0.25)
 
 
 def test_dominant_groups_has_the_counts_of_fedpac():

@@ -197,6 +197,19 @@ def test_runs_of_several_folders_are_one_table_that_fits_80_columns(folders):
     assert "…" not in text and all(len(line) <= 80 for line in result.output.splitlines())
 
 
+def test_the_first_run_that_names_a_main_score_decides_what_all_are_compared_by(folders, tmp_path):
+    one = {"local": TREE["systems"]["local"]}
+    for name in ("loss", "accuracy"):
+        run.run(study(systems=one, rounds=1, seeds=[1], main=name), tmp_path / name, watcher=Silent())
+
+    def kinds(*names):
+        return [one.kind.name for one in compare.finished([tmp_path / n if n != "short" else folders / n for n in names])]
+
+    assert kinds("short", "loss", "accuracy") == ["loss"] * 3 == kinds("loss", "accuracy", "short")
+    assert kinds("short", "accuracy", "loss") == ["accuracy"] * 3
+    assert [one.kind.name for one in compare.finished([tmp_path / "loss"], score="accuracy")] == ["accuracy"]
+
+
 def test_the_traffic_of_a_system_is_that_of_the_chosen_point(tmp_path):
     ifca = {"method": "ifca", "options": {"lr": 0.1}, "grid": {"clusters": [1, 3]}}
     chosen = study(systems={"ifca": ifca}, rounds=1, seeds=[1], tuning={"rounds": 1, "seeds": [0]})

@@ -128,6 +128,11 @@ def test_places_that_poisson_sampling_leaves_empty_cost_nothing():
     assert 0 < np.sum(np.asarray(drawn) >= 0) < 8
     of_client = [estimate.of_system(one, "pairs", "local", clients).flops for one in (fixed, poisson)]
     assert of_client[1] == pytest.approx(of_client[0], rel=0.02)
+    for rate, expected in ((0.02, of_client[0]), (1e-7, np.nan)):
+        rare = study(federation={"cohort_size": 4, "schedule": {"name": "poisson", "rate": rate}})
+        first = rare.system("local", "pairs").build(clients).cohort(jax.random.key(0), 0, clients.train.num_clients)
+        assert (np.asarray(first) < 0).all()
+        assert estimate.of_system(rare, "pairs", "local", clients).flops == pytest.approx(expected, rel=0.1, nan_ok=True)
 
 
 def test_tuning_counts():
@@ -135,3 +140,19 @@ def test_tuning_counts():
     found = estimate.of_system(study(), "pairs", "fedavg", clients)
     assert (found.rounds, found.programs) == (2 * 3 + 4 * 2, 6)
     assert points_of(study().system("fedavg")) == [{"lr": lr} for lr in TREE["systems"]["fedavg"]["grid"]["lr"]]
+
+
+def test_every_run_that_is_trained_side_by_side_holds_a_state_and_each_device_one_round():
+    clients = study().scenarios["pairs"].build()
+
+    def memory(**changes):
+        return estimate.of_system(study(**changes), "pairs", "local", clients).memory
+
+    algorithm = study().system("local", "pairs").build(clients)
+    state = jax.jit(algorithm.init)(jax.random.key(0), clients.train)
+    keys = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf  # noqa: E731
+    of_state = sum(keys(leaf).nbytes for leaf in jax.tree.leaves(state))
+    two, three = (memory(seeds=seeds, devices=1) for seeds in ([1, 2], [1, 2, 3]))
+    assert three - two == of_state
+    room = two - 2 * of_state
+    assert room > 0 and memory(seeds=[1, 2, 3], devices=2) == 3 * of_state + 2 * room
