@@ -10,7 +10,6 @@ import numpy as np
 from fedjax_meta import costs, runtime, sweeps
 from fedjax_meta.algorithm import Algorithm
 from fedjax_meta.data import FederatedData, pooled
-from fedjax_meta.keys import is_key
 from fedjax_meta.study.flops import counted
 from fedjax_meta.study.job import passes
 from fedjax_meta.study.scenario import Clients
@@ -89,16 +88,12 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
         personal=personal,
         traffic=costs.traffic(algorithm, data),
         flops=flops / cohort if cohort else np.nan,
-        memory=members * _bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
+        memory=members * costs.size_in_bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
         programs=3 * ((len(shapes) if trials else 0) + 1),
         rounds=round(share * (rounds_of_trials(len(points), study) + study.rounds * len(study.seeds))),
         round_seconds=seconds,
         compile_seconds=compiled,
     )
-
-
-def _bytes(shapes: Any) -> int:
-    return sum(leaf.size * (4 if is_key(leaf) else leaf.dtype.itemsize) for leaf in jax.tree.leaves(shapes))
 
 
 def _somebody(algorithm: Algorithm, num_clients: int) -> tuple[jax.Array, int]:
