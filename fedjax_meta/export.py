@@ -14,7 +14,7 @@ as they are.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,7 @@ def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None =
             raise ValueError("a leaf cannot have the name __metadata__, under which safetensors files keep what is about them")
     if not arrays:
         raise ValueError("there is nothing to export: the model has no leaves")
-    for name in arrays:
-        above = next((parent for parent in _parents(name) if parent in arrays), None)
-        if above is not None:
-            raise ValueError(f"the leaf {above} has the name of the branch that holds {name}")
+    _check_branches(arrays)
     try:
         header = {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in (about or {}).items()}
     except (TypeError, ValueError) as error:
@@ -89,10 +86,12 @@ def save(path: str | Path, variables: PyTree, about: Mapping[str, Json] | None =
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
-def _parents(name: str) -> list[str]:
-    """The branches above a leaf, `a` and `a/b` of `a/b/c`."""
-    words = name.split("/")
-    return ["/".join(words[:end]) for end in range(1, len(words))]
+def _check_branches(names: Collection[str]) -> None:
+    for name in names:
+        words = name.split("/")
+        for above in ("/".join(words[:end]) for end in range(1, len(words))):
+            if above in names:
+                raise ValueError(f"the leaf {above} has the name of the branch that holds {name}")
 
 
 def load(path: str | Path, like: PyTree = None) -> PyTree:
@@ -114,6 +113,7 @@ def load(path: str | Path, like: PyTree = None) -> PyTree:
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or is damaged: {checks.first_line(error)}") from None
     if like is None:
+        _check_branches(arrays)
         tree: dict[str, Any] = {}
         for name, array in arrays.items():
             *parents, last = name.split("/")

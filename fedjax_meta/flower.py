@@ -162,7 +162,7 @@ class _Server:
         # The state has rows of one client, so that the data must say how many train.
         self._data = dataclasses.replace(data, drawn=data.total_clients)
         init_key, self._round_key, _ = run_keys(key)
-        self._init_key = init_key
+        self._init_key, self._impl = init_key, str(jax.random.key_impl(init_key))
         one = data.select(np.zeros(1, np.int32))
         self._state = jax.jit(self._algorithm.init)(init_key, one)
         context = Context(_bare(self._state), one, jnp.zeros(1, jnp.int32), init_key)
@@ -224,7 +224,7 @@ class _Server:
         flwr, setting = _flower(), self._setting
         common = masks.split(self._state.model, _common(setting))[0]
         extra = self._state.extra if setting.method.sends_extra or mixing else ()
-        keys = {"key": _words(key), "init": _words(self._init_key), "round": int(self._state.round)}
+        keys = {"key": _words(key), "init": _words(self._init_key), "impl": self._impl, "round": int(self._state.round)}
         return flwr.RecordDict({"model": _record((common, extra)), "config": flwr.ConfigRecord(keys)})
 
     def _collected(self, number: int, replies: Sequence[Any]) -> tuple[Any, Outputs]:
@@ -242,7 +242,7 @@ class _Server:
                 lost = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shape)
                 outputs.append(lost._replace(broken=np.int32(-1)))
                 continue
-            found = _tree(one.content["upload"], (self._shapes.sums, shape))
+            found = _tree(one.content["upload"], (self._shapes.sums, shape), self._impl)
             sums.append(found[0])
             outputs.append(found[1])
         total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *sums)
@@ -301,19 +301,21 @@ class _Node:
         """(the client's id, its data, the state as it came, the round's key, whether it has taken part, what it kept)."""
         method, id_ = self._setting.method, int(context.node_config[PARTITION])
         data, config = self._of(id_), message.content["config"]
-        key, init_key = (jax.random.wrap_key_data(jnp.array(config[name], jnp.uint32)) for name in ("key", "init"))
+        impl = str(config["impl"])
+        key, init_key = (_key(np.array(config[name], np.uint32), impl) for name in ("key", "init"))
         model = self._program("init", lambda key: method.init(tagged(key, "model")))(init_key)
         own = masks.split(model, self._setting.personal)[0]
         # Frozen leaves are those of the first model for ever, and a client that is new has its personal ones.
         common, rest = masks.split(model, _common(self._setting))
         extra = jax.eval_shape(lambda model: method.init_extra(model, data), model)
         sent = method.sends_extra or mixing
-        common, came = _tree(message.content["model"], (common, extra if sent else ()))
-        extra = came if sent else jax.tree.map(_zeros, extra)
+        common, came = _tree(message.content["model"], (common, extra if sent else ()), impl)
+        zeros = partial(_zeros, impl=impl)
+        extra = came if sent else jax.tree.map(zeros, extra)
         memory = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
-        seen, kept = jnp.asarray(False), Kept(own, jax.tree.map(_zeros, memory), ())
+        seen, kept = jnp.asarray(False), Kept(own, jax.tree.map(zeros, memory), ())
         if "kept" in context.state:
-            personal, memory = _tree(context.state["kept"], (kept.personal, kept.memory))
+            personal, memory = _tree(context.state["kept"], (kept.personal, kept.memory), impl)
             seen = jnp.asarray(bool(context.state["facts"]["seen"]))
             kept = kept._replace(personal=personal, memory=memory)
         nothing: Any = None
@@ -374,8 +376,8 @@ def _record(tree: PyTree) -> Any:
     return flwr.ArrayRecord(numpy_ndarrays=[np.asarray(leaf) for leaf in leaves])
 
 
-def _tree(record: Any, like: PyTree) -> PyTree:
-    """The inverse of `_record`; `like` has the structure and the types, of which NumPy does not know all."""
+def _tree(record: Any, like: PyTree, impl: str) -> PyTree:
+    """The inverse of `_record`; `like` has the structure and the types, of which NumPy does not know all, but not whose keys."""
     shapes, structure = jax.tree.flatten(like)
     arrays = record.to_numpy_ndarrays()
     if len(arrays) != len(shapes):
@@ -385,7 +387,7 @@ def _tree(record: Any, like: PyTree) -> PyTree:
     leaves = []
     for array, shape in zip(arrays, shapes, strict=True):
         if is_key(shape):
-            leaves.append(jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(jax.random.key(0))))
+            leaves.append(_key(array, impl))
         else:
             # NumPy keeps bytes of bfloat16, but not their type.
             untyped = array.dtype.kind == "V" and array.dtype.itemsize == shape.dtype.itemsize
@@ -403,8 +405,12 @@ def _words(key: Key) -> list[int]:
     return [int(word) for word in np.asarray(jax.random.key_data(key)).reshape(-1)]
 
 
-def _zeros(leaf: Any) -> jax.Array:
-    return jax.random.key(0) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
+def _key(words: np.ndarray, impl: str) -> Key:
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+
+
+def _zeros(leaf: Any, impl: str) -> jax.Array:
+    return jax.random.key(0, impl=impl) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
 
 class _Names:

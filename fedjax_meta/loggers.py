@@ -246,13 +246,20 @@ def logged(
 
     try:
         yield on_record
-        if status == FINISHED and rounds is not None and done < rounds:
-            status = STOPPED
     except BaseException as error:
-        status = STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED
+        with ending(error):
+            logger.finish(STOPPED if isinstance(error, KeyboardInterrupt | SystemExit) else FAILED)
         raise
-    finally:
-        logger.finish(status)
+    logger.finish(STOPPED if status == FINISHED and rounds is not None and done < rounds else status)
+
+
+@contextlib.contextmanager
+def ending(error: BaseException) -> Iterator[None]:
+    """Ends loggers after an error, which gets a note of theirs: it is the one that the user must see."""
+    try:
+        yield
+    except Exception as another:
+        error.add_note(f"A logger could not end its run either: {type(another).__name__}: {another}")
 
 
 def by_step(row: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> Steps:

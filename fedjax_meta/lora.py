@@ -207,6 +207,8 @@ class _Adapters:
 
 
 def _nested(flat: dict[tuple[str, ...], PyTree]) -> PyTree:
+    if () in flat:  # the whole model is one matrix
+        return flat[()]
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         node = tree

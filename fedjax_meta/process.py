@@ -30,6 +30,10 @@ class _Output(Console):
 
     closed = False
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's, but no line is cut at the edge of the terminal: what is left of a number would be another number."""
+        super().print(*objects, **{"crop": False, **options})
+
     def on_broken_pipe(self) -> None:
         """Called by rich."""
         self.closed = self.quiet = True

@@ -316,6 +316,19 @@ def test_what_dead_writers_left_is_ignored_and_removed(tmp_path):
     assert not left.exists()
 
 
+def test_what_another_users_process_writes_is_left_alone(tmp_path, monkeypatch):
+    """Such a process can be told nothing, not even whether it lives."""
+
+    def forbidden(process, signal):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    other = tmp_path / f".metrics.json.{disk._PROCESSES}-{os.getppid()}-0123abcd.writing"
+    other.write_text("half")
+    disk.write_text(tmp_path / "metrics.json", "whole")
+    assert other.exists()
+
+
 # Formats.
 
 

@@ -280,6 +280,12 @@ def test_what_cannot_be_exported(tree, message, tmp_path):
     assert not (tmp_path / "x.safetensors").exists()
 
 
+def test_a_file_of_another_program_may_have_leaves_that_no_tree_has(tmp_path):
+    pytest.importorskip("safetensors.numpy").save_file({"a": np.ones(2), "a/b": np.zeros(3)}, tmp_path / "o.safetensors")
+    with pytest.raises(ValueError, match="the leaf a has the name of the branch that holds a/b"):
+        export.load(tmp_path / "o.safetensors")
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model.npz must end with .safetensors"):
         export.save(tmp_path / "model.npz", {"a": 1.0})

@@ -1,5 +1,6 @@
 """Methods as Flower apps: the parameters of the simulation, through Flower's own messages."""
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -22,10 +23,10 @@ FAST = {"fedavg", "fedadam", "fedper", "scaffold", "ditto", "l2gd", "fedmeta_per
 REFUSED = {"afl", "cfl", "fedamp", "fedcac", "fedfomo", "fedpac", "heur_fedamp", "mocha", "pfedhn", "pfedhn_pc", "pfedsim"}
 
 
-def simulated(method, rounds, federation=FEDERATION):
+def simulated(method, rounds, federation=FEDERATION, key=KEY):
     """The states after each round, and the cohort's mean metrics."""
     algorithm = fm.federate(method, federation)
-    init_key, round_key, _ = run_keys(KEY)
+    init_key, round_key, _ = run_keys(key)
     state, found = jax.jit(algorithm.init)(init_key, problems.data()), []
     step = jax.jit(algorithm.round)
     for number in range(rounds):
@@ -74,15 +75,15 @@ def local_grid(app, count, *, broken=()):
     return Local()
 
 
-def fielded(method, rounds, federation=FEDERATION, **options):
+def fielded(method, rounds, federation=FEDERATION, *, key=KEY, data=None, **options):
     """The same as `simulated`, by the two apps; the states have no rows of clients."""
-    data, found = problems.data(), []
+    data, found = problems.data() if data is None else data, []
     app = flower.client_app(method, data, federation=federation)
     serve = flower.server_app(
         method,
         data.select(np.array([2])),
         rounds=rounds,
-        key=KEY,
+        key=key,
         federation=federation,
         on_round=lambda state, metrics: found.append((state, metrics)),
     )
@@ -155,6 +156,22 @@ def test_a_client_that_fails_is_left_out_of_its_round():
         fielded(method, 1, broken=range(7))
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_clients_draw_from_keys_of_the_servers_kind(impl):
+    key, method = jax.random.key(5, impl=impl), method_of("fedper")
+    wanted, found = simulated(method, 2, key=key)[-1][0], fielded(method, 2, key=key)[0][-1][0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found.model, wanted.model)
+
+
+def test_clients_whose_training_broke_have_not_taken_part():
+    data = problems.data()
+    spoilt = dataclasses.replace(data, x=np.full_like(np.asarray(data.x), np.nan))
+    found, grid = fielded(method_of("fedper"), 1, data=spoilt)
+    assert np.isnan(found[0][1]["loss"])
+    facts = [node.state["facts"]["seen"] for node in grid.contexts.values() if "facts" in node.state]
+    assert facts == [False] * FEDERATION.cohort_size
+
+
 def test_arrays_of_another_type_or_shape_are_refused():
     class Record:
         def __init__(self, *arrays):
@@ -165,11 +182,11 @@ def test_arrays_of_another_type_or_shape_are_refused():
 
     like = {"a": np.zeros(4, np.float32), "b": jax.numpy.zeros(2, jax.numpy.bfloat16)}
     half = np.asarray(jax.numpy.array([1.5, -2.0], jax.numpy.bfloat16)).view("V2")
-    tree = flower._tree(Record(np.arange(4, dtype=np.float32), half), like)
+    tree = flower._tree(Record(np.arange(4, dtype=np.float32), half), like, "threefry2x32")
     assert tree["a"].tolist() == [0, 1, 2, 3] and tree["b"].tolist() == [1.5, -2.0]
     for odd in (np.ones(4, np.int32), np.ones(4), np.ones(1, np.float32), np.ones(8, np.float16)):
         with pytest.raises(ValueError, match=r"came where float32\[4\] was expected"):
-            flower._tree(Record(odd, half), like)
+            flower._tree(Record(odd, half), like, "threefry2x32")
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):

@@ -93,6 +93,18 @@ def test_a_run_that_breaks_says_so(error, status):
     assert memory.status == status and memory.config == {}
 
 
+def test_a_logger_that_cannot_end_hides_no_error_of_the_run():
+    class Broken(Memory):
+        def finish(self, status):
+            raise ConnectionError("no network")
+
+    with pytest.raises(ZeroDivisionError) as caught, loggers.logged(Broken()):
+        raise ZeroDivisionError
+    assert caught.value.__notes__ == ["A logger could not end its run either: ConnectionError: no network"]
+    with pytest.raises(ConnectionError), loggers.logged(Broken()):
+        pass
+
+
 @pytest.mark.parametrize(("done", "status"), [(4, "finished"), (2, "stopped")])
 def test_a_run_that_ends_before_its_rounds_was_stopped(done, status):
     memory = Memory()

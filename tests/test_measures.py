@@ -306,3 +306,16 @@ def test_a_metric_that_counts_rows_that_fill_a_batch_up_is_refused():
 
 def test_of_two_equal_scores_either_may_be_first():
     assert measured(measures.auroc(1), np.zeros((6, 1)), np.array([[1], [0]] * 3)) == 0.5
+
+
+def test_a_confidence_on_an_edge_belongs_to_the_bin_below():
+    """Of two bins, the lower one has two that are right at 0.5, the upper one has one that is wrong at 0.9."""
+    sure = np.log([[1.0, 1.0], [1.0, 1.0], [9.0, 1.0]])
+    found = measured(measures.calibration_error(bins=2), sure, np.array([0, 0, 1]))
+    assert found == pytest.approx((2 * 0.5 + 0.9) / 3, rel=1e-5)
+
+
+def test_the_resolution_of_the_area_under_the_curve():
+    """Eight bins of s / (4 + |s|), each 1/4 wide: 1/4 is the score 4/3, so that 0.1 and 0.9 share a bin and 1.5 does not."""
+    found = [measured(measures.auroc(1, bins=8), np.array([[0.1], [s]]), np.array([[0], [1]])) for s in (0.9, 1.5)]
+    assert found == [0.5, 1.0]

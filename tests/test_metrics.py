@@ -144,3 +144,9 @@ def test_one_loss_that_is_not_finite_leaves_no_mean():
     assert math.isnan(found["accuracy"]) and math.isnan(found["accuracy_mean"])
     found = metrics.summary_of_scores({"mae": [1.0, 2.0]}, [0.1, np.inf])
     assert math.isnan(found["mae_mean"]) and math.isnan(found["mae_std"])
+
+
+def test_a_score_of_single_precision_reaches_the_target_that_it_is():
+    assert float(np.float32(0.7)) < 0.7
+    assert metrics.rounds_to_target(np.float32([0.1, 0.7]), 0.7).rounds == (2,)
+    assert metrics.rounds_to_target([0.1, 0.6999], 0.7).rounds == (None,)

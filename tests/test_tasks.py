@@ -101,6 +101,13 @@ def test_losses_equal_numpy_over_the_entries_that_count():
     )
 
 
+def test_the_huber_loss_of_a_regression_is_linear_beyond_its_delta():
+    """Errors of 5 and 1 with delta 2: 2 (5 - 1) = 8 and 1/2."""
+    task = fm.regression(lambda key: jnp.zeros(()), lambda p, x: p + 0 * x[:, 0], loss="huber", delta=2.0)
+    batch = T.Batch(jnp.ones((2, 1)), jnp.array([5.0, 1.0]), jnp.ones(2))
+    assert float(task.loss(jnp.zeros(()), batch, KEY)[0]) == pytest.approx((8 + 0.5) / 2)
+
+
 def test_a_step_in_chunks_is_the_mean_over_all_real_tokens():
     data, task = token_clients(), token_task()
     variables, view = task.init(KEY), data.client(1)["train"]

@@ -5,11 +5,12 @@ import re
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from fedjax_meta import report
+from fedjax_meta import process, report
 from fedjax_meta.report.tables import wrap
-from fedjax_meta.study import files, from_tree, results
+from fedjax_meta.study import files, from_tree, results, terminal
 
 
 def shown(table, width):
@@ -62,6 +63,24 @@ def test_columns_that_do_not_fit_follow_below_with_the_first_one_again():
     assert max(map(len, lines)) <= 40 and sum(line.startswith("FedAvg") for line in lines) == 3
     assert all(f"{number}.00 ±0.12" in "\n".join(lines) for number in range(6))
     assert len(table.lines(100)) == 3
+
+
+@pytest.mark.parametrize("width", [20, 50])
+@pytest.mark.parametrize("name", ["FedMeta-Per", "fedmeta_per_metasgd_exact_second_order_run", "联邦元学习个性化方法实验结果"])
+def test_no_number_is_cut_at_the_edge_of_the_terminal(width, name, monkeypatch, capsys):
+    monkeypatch.setattr(process.console, "_width", width)
+    numbers = ["97.1 ±0.3", "12345678.25", "96.0 ±1.0"]
+    terminal.table(report.Table(("system", "known clients", "bytes", "new clients"), [[name, *numbers]], "accuracy"))
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in (name, "clients", *numbers))
+
+
+def test_letters_of_two_cells_keep_columns_in_line():
+    names = ["联邦学习", "fedavg", "e\u0301tude"]
+    lines = report.rich_table("t", ["system", "known"], [[name, "97.1 ±0.3"] for name in names]).lines(40)
+    ends = [cell_len(line) for line in lines]
+    assert len(set(ends)) == 1 and all(line.endswith("97.1 ±0.3") for line in lines[2:])
+    assert wrap("联邦 学习", 5) == ["联邦", "学习"]
 
 
 def test_text_wraps_between_words_then_before_brackets_and_never_inside_a_word():

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
 from fedjax_meta import checks
+from fedjax_meta.keys import is_key
 from fedjax_meta.task import Batch, LogitsLoss, Task, check_layer_names, check_layers, cross_entropy
 from fedjax_meta.tasks import METRICS, criterion
 from fedjax_meta.types import Key, Mask, PyTree, Variables
@@ -208,6 +210,7 @@ def _as_predicted(model: _Model, variables: Variables, x: PyTree) -> bool:
         kept = _without_unused(traced.jaxpr)
         read = {id(var) for step in kept.eqns for var in step.invars} | set(map(id, kept.outvars))
         constants = [value for var, value in zip(traced.jaxpr.constvars, traced.consts, strict=True) if id(var) in read]
+        constants += _inner_constants(kept)
         # Two traces of one function differ in the addresses of its helpers.
         return re.sub(r"0x[0-9a-f]+", "", str(kept)), constants
 
@@ -219,7 +222,20 @@ def _as_predicted(model: _Model, variables: Variables, x: PyTree) -> bool:
         return model.predict(variables, x), variables
 
     (first, constants), (second, others) = program(trained), program(evaluated)
-    return first == second and all(map(_same, constants, others))
+    return first == second and len(constants) == len(others) and all(map(_same, constants, others))
+
+
+def _inner_constants(program: Jaxpr) -> list[Any]:
+    """Arrays that stand in the operations of a program, and in the programs that these hold; numbers stand in its text."""
+    found: list[Any] = []
+    for step in program.eqns:
+        found += [var.val for var in step.invars if isinstance(var, Literal) and np.ndim(var.val)]
+        for inner in jax.tree.leaves(list(step.params.values())):
+            if isinstance(inner, ClosedJaxpr):
+                found += inner.consts
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                found += _inner_constants(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -228,6 +244,7 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
         return False
+    one, other = (jax.random.key_data(array) if is_key(array) else array for array in (one, other))
     return one.dtype == other.dtype and bool(np.array_equal(one, other))
 
 

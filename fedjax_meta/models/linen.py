@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fedjax_meta import checks
+from fedjax_meta import checks, masks
 from fedjax_meta.models import functional
 from fedjax_meta.task import Task, check_layers, cross_entropy
 from fedjax_meta.types import Key, Params, PyTree, Variables
@@ -111,7 +111,19 @@ def _no_flags(train: bool, weight: jax.Array | None) -> dict[str, Any]:
 
 def _init(module: nn.Module, flags: _Flags, one: PyTree, key: Key) -> Variables:
     rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-    return flax.core.unfreeze(module.init(rngs, functional.zeros(one), **flags(False, jnp.ones(1))))
+    variables = flax.core.unfreeze(module.init(rngs, functional.zeros(one), **flags(False, jnp.ones(1))))
+    # How a model is spread over devices is of no use here: clients are.
+    return jax.tree.map(_without_box, variables, is_leaf=_is_box)
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.meta.AxisMetadata)
+
+
+def _without_box(leaf: Any) -> Any:
+    if isinstance(leaf, nn.Partitioned):
+        return leaf.unbox(apply_constraint=False)
+    return leaf.unbox() if _is_box(leaf) else leaf
 
 
 def _evaluate(module: nn.Module, method: Callable[..., Any], flags: _Flags, variables: Variables, x: PyTree) -> jax.Array:
@@ -121,7 +133,7 @@ def _evaluate(module: nn.Module, method: Callable[..., Any], flags: _Flags, vari
 def _check_module(module: nn.Module, layers: tuple[str, ...], flags: _Flags, shapes: Variables) -> None:
     """Raises `ValueError` for a layer name without parameters, and for batch statistics without `train` and `weight`."""
     params: Params = shapes.get("params", {})
-    named = {str(part.key) for path, _ in jax.tree_util.tree_leaves_with_path(params) for part in path}
+    named = {name for path, _ in jax.tree_util.tree_leaves_with_path(params) for name in masks.path_names(path)}
     for layer in layers:
         if layer not in named:
             raise ValueError(f"layers={layers} names {layer!r}, but the parameters are called {', '.join(sorted(named))}")

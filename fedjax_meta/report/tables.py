@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,7 +84,7 @@ class TerminalTable(NamedTuple):
     text_columns: int = 1
 
     def lines(self, width: int) -> list[str]:
-        """The table without its title, as lines of at most `width` characters; more only where a word is longer than that."""
+        """The table without its title, as lines of at most `width` cells; more only where a word or number is longer."""
         words = [column < self.text_columns or self._holds_words(column) for column in range(len(self.headings))]
         least = [self._least(column, words[column]) for column in range(len(self.headings))]
         made: list[str] = []
@@ -91,19 +92,19 @@ class TerminalTable(NamedTuple):
             made += [""] * bool(made) + self._part(columns, words, least, width)
         return made
 
-    def _cells(self, column: int) -> Iterator[str]:
+    def _column(self, column: int) -> Iterator[str]:
         return (row[column] for row in self.rows)
 
     def _holds_words(self, column: int) -> bool:
-        return any(_WORDS.search(cell) for cell in self._cells(column))
+        return any(_WORDS.search(cell) for cell in self._column(column))
 
     def _least(self, column: int, words: bool) -> int:
         """The width below which a word or a number would be broken."""
-        pieces = itertools.chain(_pieces(self.headings[column]), *(_pieces(c) if words else [c] for c in self._cells(column)))
-        return max(map(len, pieces), default=0)
+        pieces = itertools.chain(_pieces(self.headings[column]), *(_pieces(c) if words else [c] for c in self._column(column)))
+        return max(map(_cells, pieces), default=0)
 
     def _part(self, columns: Sequence[int], words: Sequence[bool], least: Sequence[int], width: int) -> list[str]:
-        wanted = [max(map(len, [self.headings[c], *self._cells(c)]), default=0) for c in columns]
+        wanted = [max(map(_cells, [self.headings[c], *self._column(c)]), default=0) for c in columns]
         choices = _shared([least[c] for c in columns], wanted, width - len(_GAP) * (len(columns) - 1))
         made = [self._rows(columns, words, sizes) for sizes in choices]
         place = min(range(len(made)), key=lambda number: len(made[number]))
@@ -124,7 +125,7 @@ class TerminalTable(NamedTuple):
         lines = []
         for number in range(height):
             shown = [
-                cell[number].ljust(size) if left else cell[number].rjust(size)
+                cell[number] + _blank(size, cell[number]) if left else _blank(size, cell[number]) + cell[number]
                 for cell, size, left in zip(padded, sizes, words, strict=True)
             ]
             lines.append(_GAP.join(shown).rstrip())
@@ -144,12 +145,21 @@ class TerminalTable(NamedTuple):
         """What rich calls to learn its width."""
         from rich.measure import Measurement
 
-        whole = max(map(len, self.lines(10**6)), default=0)
+        whole = max(map(_cells, self.lines(10**6)), default=0)
         return Measurement(min(whole, options.max_width), min(whole, options.max_width))
 
 
+def _cells(text: str) -> int:
+    """How many cells of a terminal a text takes: two for each Chinese, Japanese or Korean letter, none for a combining accent."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "FW" else 1 for c in text)
+
+
+def _blank(width: int, text: str) -> str:
+    return " " * (width - _cells(text))
+
+
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken between words; a word that is too long, before its brackets; else not at all.
+    """Lines of at most `width` cells, broken between words; a word that is too long, before its brackets; else not at all.
 
     Example:
       >>> wrap("FedMeta-Per(Meta-SGD) with a head", 12), wrap("unbreakable", 4)
@@ -158,13 +168,13 @@ def wrap(text: str, width: int) -> list[str]:
     lines = [""]
     for word in text.split():
         gap = " " if lines[-1] else ""
-        if len(lines[-1]) + len(gap) + len(word) <= width:
+        if _cells(lines[-1] + gap + word) <= width:
             lines[-1] += gap + word
             continue
-        parts = [word] if len(word) <= width else _pieces(word)
+        parts = [word] if _cells(word) <= width else _pieces(word)
         for number, part in enumerate(parts):
             gap = " " if lines[-1] and number == 0 else ""
-            if not lines[-1] or len(lines[-1]) + len(gap) + len(part) <= width:
+            if not lines[-1] or _cells(lines[-1] + gap + part) <= width:
                 lines[-1] += gap + part
             else:
                 lines.append(part)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_meta import process, report
-from fedjax_meta.loggers import DIVERGED, FAILED, FINISHED, STOPPED, Json, Logger, Make, by_step, log_steps
+from fedjax_meta.loggers import DIVERGED, FAILED, FINISHED, STOPPED, Json, Logger, Make, by_step, ending, log_steps
 from fedjax_meta.study import phase
 
 _STOPS = (KeyboardInterrupt, SystemExit, process.Stopped, phase.Stopped)
@@ -119,9 +119,7 @@ def logged(
     try:
         yield watched
     except BaseException as error:
-        try:
+        with ending(error):
             watched.finish(STOPPED if isinstance(error, _STOPS) else FAILED)
-        except Exception as another:
-            error.add_note(f"A logger could not end its run either: {type(another).__name__}: {another}")
         raise
     watched.finish()

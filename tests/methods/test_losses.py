@@ -145,6 +145,35 @@ def test_a_task_knows_whether_training_is_evaluation():
         assert fm.models.from_functions(start, apply, (5,)).loss.as_predicted == same
 
 
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("train_scale", [1.0, 2.0])
+def test_constants_of_functions_that_are_jitted_make_another_model_too(kind, train_scale):
+    """Such as logits that are adjusted in training only: methods that take logits from features must not lose that."""
+
+    def scaled(by):
+        factor = kind(np.full(3, by, np.float32))
+        within = jax.jit(lambda x: x * factor)
+        return jax.jit(lambda x: jax.lax.cond(x.shape[0] > 0, within, lambda x: x, x))
+
+    of = {True: scaled(train_scale), False: scaled(1.0)}
+
+    def apply(variables, x, *, train, key, weight):
+        return of[train](x @ variables["head"]), variables
+
+    task = fm.from_functions(
+        lambda key: {"head": jax.random.normal(key, (5, 3))},
+        apply,
+        (5,),
+        layers=("head",),
+        features=lambda variables, x: x,
+        head=lambda variables, z: of[False](z @ variables["head"]),
+    )
+    assert task.loss.as_predicted == (train_scale == 1.0)
+    variables, batch = task.init(KEY), Batch(jax.random.normal(KEY, (4, 5)), jnp.array([0, 1, 2, 0]), jnp.ones(4))
+    unpenalised = features.penalised(task, lambda z, batch: 0.0, "this test")
+    np.testing.assert_allclose(unpenalised(variables, batch, KEY)[0], task.loss(variables, batch, KEY)[0], rtol=1e-6)
+
+
 def test_the_penalised_loss_is_the_tasks_loss_plus_the_penalty_on_the_same_samples():
     """With an augmentation, label smoothing, and both ways to compute it: one forward pass, or two for a task with dropout."""
     batch = Batch(jax.random.normal(KEY, (6, 5)), jnp.array([0, 1, 2, 0, 1, 2]), jnp.array([1.0, 1, 1, 1, 1, 0]))

@@ -18,6 +18,7 @@ from fedjax_meta.task import Batch
 from tests import problems
 from tests.models import frameworks
 
+KEY = jax.random.key(0)
 FRAMEWORKS = ("linen", "nnx", "equinox", "own")
 PLAIN, NORMED = frameworks.plain(), frameworks.normed()
 
@@ -110,6 +111,52 @@ def test_evaluation_has_no_dropout_and_training_draws_it_from_the_key(framework)
     assert np.array_equal(task.predict(variables, given.x), task.predict(variables, given.x))
     assert not task.loss.as_predicted
     assert PLAIN[framework].loss.as_predicted
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_row_has_a_dropout_of_its_own(framework):
+    task, row = NORMED[framework], batch(1, 1)
+    alike = jax.tree.map(lambda leaf: jnp.repeat(leaf, 16, 0), row)
+    logits, _ = task.loss.logits(task.init(jax.random.key(0)), alike, jax.random.key(1))
+    assert len(np.unique(np.asarray(logits), axis=0)) > 1
+
+
+def test_random_streams_of_one_module_differ():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.head = nnx.Linear(64, 2, rngs=rngs)
+            self.first, self.second = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jnp.stack([self.first(x), self.second(x)], -1) + 0 * self.head(x)[:, None]
+
+    task = fm.models.from_nnx(Two, (64,), loss=lambda outputs, batch: jnp.mean(outputs))
+    outputs, _ = task.loss.logits(task.init(jax.random.key(0)), Batch(jnp.ones((1, 64)), jnp.zeros(1), jnp.ones(1)), KEY)
+    assert set(np.unique(outputs)) == {0.0, 2.0} and (outputs[..., 0] != outputs[..., 1]).any()
+
+
+def test_a_counter_that_was_averaged_is_the_nearest_whole_number():
+    def apply(variables, x, *, train, key, weight):
+        return x @ variables["w"] * variables["n"], variables
+
+    start = lambda key: {"w": jnp.ones((5, 3)), "n": jnp.int32(2)}  # noqa: E731
+    task = fm.from_functions(start, apply, (5,), trainable=lambda variables: {"w": True, "n": False})
+    averaged = {**task.init(KEY), "n": jnp.asarray(2.6)}
+    assert np.array_equal(task.predict(averaged, jnp.ones((1, 5))), np.full((1, 3), 15.0))
+
+
+def test_a_linen_module_may_say_how_its_parameters_are_partitioned():
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            start = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+            return nn.Dense(3, kernel_init=start, name="head")(x)
+
+    data = problems.data()
+    with pytest.raises(ValueError, match="names 'body', but the parameters are called .*head"):
+        fm.models.from_linen(Boxed(), (5,), layers=("body",))
+    state, _ = fm.simulate(fm.fedper(fm.models.from_linen(Boxed(), (5,), layers=("head",))), data, key=KEY, rounds=1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.personal))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

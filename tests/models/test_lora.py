@@ -11,6 +11,7 @@ from fedjax_meta.data import Batches
 from fedjax_meta.task import Batch
 from tests import problems
 
+KEY = jax.random.key(0)
 TASK = models.elu_mlp(5, 3)
 BASE = TASK.init(jax.random.key(7))
 FC = "path:fc./kernel"
@@ -251,3 +252,26 @@ def test_a_round_of_adapters_moves_under_two_percent_of_a_round_of_the_transform
     assert moved.down < 0.02 * whole.down
     assert moved.up < 0.02 * whole.up
     assert moved.up == 4 * 2 * 4 * (128 + 128) * jnp.result_type(float).itemsize
+
+
+@pytest.mark.parametrize("frozen", [None, 3])
+def test_a_model_that_is_one_matrix_may_have_an_adapter(frozen):
+    base = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
+    bare = fm.classification(lambda key: base, lambda w, x: x @ w)
+    task, x = lora.lora(bare, base, rank=1, inputs="first", frozen_a=frozen), batch().x
+    variables = randomised(task)
+    a = task.init.__self__._frozen[()] if frozen is not None else variables["adapters"]["lora_A"]
+    assert variables["adapters"]["lora_B"].shape == (3, 1) and a.shape == (1, 5)
+    scale = (task.predict(variables, x) - x @ base) / (x @ (variables["adapters"]["lora_B"] @ a).T)
+    np.testing.assert_allclose(scale, scale[0, 0], rtol=1e-9)
+    np.testing.assert_allclose(lora.merged(task, variables), base + scale[0, 0] * (variables["adapters"]["lora_B"] @ a).T)
+
+
+def test_each_a_is_drawn_uniformly_by_the_number_of_its_inputs_and_by_itself():
+    wide = fm.classification(
+        lambda key: {"one": jnp.zeros((64, 40)), "two": jnp.zeros((64, 40))}, lambda p, x: x @ (p["one"] + p["two"])
+    )
+    adapters = lora.lora(wide, wide.init(KEY), rank=4, inputs="first").init(KEY)["adapters"]
+    one, two = (np.asarray(adapters[name]["lora_A"]) for name in ("one", "two"))
+    assert not np.array_equal(one, two)
+    assert all(0.9 / 8 < np.abs(a).max() <= 1 / 8 for a in (one, two))

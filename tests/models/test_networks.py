@@ -7,6 +7,7 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta import features, layers, masks, models
+from fedjax_meta.models import images
 from fedjax_meta.models.convolutional import _Strided
 from fedjax_meta.models.recurrent import Recurrent
 
@@ -346,3 +347,17 @@ def test_next_token_models_are_trained_and_scored_by_tokens():
     scores = fm.evaluate(algorithm, jax.random.key(3), state, data).metrics
     assert np.mean(scores["token_accuracy"].values) > 0.95
     assert np.mean(scores["perplexity"].values) < 2
+
+
+def test_where_positions_and_tastes_start():
+    """Positions of a transformer are normal with a deviation of 0.02, vectors of users and of items with 0.1."""
+    variables = models.transformer(5, 400, width=64, heads=2, depth=1).init(jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    positions = [leaf for path, leaf in leaves if "position" in jax.tree_util.keystr(path)]
+    assert [leaf.shape for leaf in positions] == [(400, 64)] and np.std(positions[0]) == pytest.approx(0.02, rel=0.05)
+    of = models.matrix_factorisation(50, width=1000).init(jax.random.key(0))
+    assert np.std(of["user"]["vector"]) == pytest.approx(0.1, rel=0.1) == np.std(of["items"]["vectors"])
+
+
+def test_the_slope_of_a_leaky_unit_is_that_of_fedpacs_code():
+    assert float(images.ACTIVATIONS["leaky_relu"](-1.0)) == pytest.approx(-0.01)
