@@ -28,6 +28,7 @@ from fedjax_meta.meta import (
     require_second_order,
     split_support,
 )
+from fedjax_meta.numerics.units import power_of_two
 from fedjax_meta.trajectory import InnerOptimizer, Losses, ScalarLoss, hessian_product, run_inner, value_and_gradient
 from fedjax_meta.types import Mask, Params, PyTree, Rate, Scalar, Updates
 
@@ -340,8 +341,7 @@ def _wide(tree: PyTree) -> PyTree:
 def _in_units(tree: PyTree) -> tuple[PyTree, jax.Array]:
     """(the tree divided by a power of 2 near its largest number, that power)."""
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]))
-    largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1))
-    unit = largest / jnp.frexp(largest)[0]
+    unit = power_of_two(jax.lax.stop_gradient(largest))
     return jax.tree.map(lambda leaf: leaf / unit, tree), unit
 
 

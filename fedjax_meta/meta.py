@@ -138,6 +138,10 @@ def sgd(rate: Rate | PyTree, *, mask: Mask | None = None) -> InnerOptimizer:
 
     def start(meta: Params) -> Params:
         params = _start_fixed("sgd(rate)", meta)
+        try:
+            jax.tree.broadcast(rate, params)
+        except ValueError:
+            raise ValueError("rate must be a number, or a tree of rates like the parameters: it has other branches") from None
         jax.tree.map(lambda r, part: jax.tree.map(partial(_check_rate, "rate", r), part), rate, params)
         return params
 
@@ -171,7 +175,7 @@ def learned_sgd(*, mask: Mask | None = None, per_step: bool = False) -> InnerOpt
             )
         if not per_step:
             jax.tree.map(partial(_check_rate, "MetaSGD.rates"), meta.rates, meta.params)
-        elif any(jnp.ndim(rates) != 1 for rates in jax.tree.leaves(meta.rates)):
+        elif any(jnp.ndim(rates) != 1 or not jnp.size(rates) for rates in jax.tree.leaves(meta.rates)):
             raise ValueError("learned_sgd(per_step=True) needs rates [S] for each leaf, one for each step")
         return meta.params
 
@@ -534,6 +538,8 @@ def prepared(
 ) -> tuple[Params, Batches, Any, PyTree | None]:
     """What an estimator begins with: (meta-parameters, support, query, Hessian batches or `None`), see `check_problem`."""
     support, hessian = split_support(support)
+    if hessian is not None:
+        _check_alike("support and hessian", as_batches(support, steps), as_batches(hessian, steps))
     check_floats(meta)
     _check_mask(inner, meta)
     meta = _own_copy(inner, loss, meta, support, query, steps)
@@ -580,10 +586,14 @@ def check_problem(loss: ScalarLoss, params: Params, support: PyTree, query: PyTr
     query = as_batches(query, 1)
     if query.max_steps != 1:
         raise ValueError(f"the query has up to {query.max_steps} steps, but must have one: write query.as_one_step()")
-    ours, theirs = (str(jax.tree.structure(jax.eval_shape(partial(batches.get, 0, 0)))) for batches in (support, query))
-    if ours != theirs:
-        raise ValueError(f"support and query must have the same structure, but have {ours} and {theirs}")
+    _check_alike("support and query", support, query)
     return support, query
+
+
+def _check_alike(what: str, *both: Batches) -> None:
+    ours, theirs = (str(jax.tree.structure(jax.eval_shape(partial(batches.get, 0, 0)))) for batches in both)
+    if ours != theirs:
+        raise ValueError(f"{what} must have the same structure, but have {ours} and {theirs}")
 
 
 def require_query(query: PyTree) -> None:

@@ -8,8 +8,9 @@ smaller. The number of steps may be a traced value.
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,9 +184,26 @@ def _has_own_rule(operation: Any) -> bool:
     name = operation.primitive.name
     if not name.startswith("custom_jvp_call"):
         return bool(name.startswith("custom_vjp_call"))
-    debug = getattr(getattr(operation.params.get("call_jaxpr"), "jaxpr", None), "debug_info", None)
-    place = getattr(debug, "func_src_info", None) or ""
-    return not any(folder in place for folder in TRUE)
+    function = _place(getattr(operation.params.get("call_jaxpr"), "jaxpr", None))
+    rule = _place(operation.params.get("jvp_jaxpr_fun"))
+    if not all(any(folder in place for folder in TRUE) for place in (function, rule)):
+        return True
+    # `defjvps` makes one rule of several, at a place of JAX's own.
+    return rule.startswith("jvp at ") and not _has_rule_in_its_module(function)
+
+
+def _place(function: Any) -> str:
+    """`name at file:line` of a traced function; empty if JAX does not say, so that in doubt a rule is a user's."""
+    return getattr(getattr(function, "debug_info", None), "func_src_info", None) or ""
+
+
+@lru_cache
+def _has_rule_in_its_module(place: str) -> bool:
+    """Whether the module of a function gave it a rule: a user may give one to a function of JAX, too."""
+    name, _, where = place.partition(" at ")
+    file = where.rpartition(":")[0]
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == file]
+    return any(isinstance(vars(module).get(name), jax.custom_jvp) for module in modules)
 
 
 def _gradient_and_value(loss: ScalarLoss, batch: PyTree, params: Params) -> tuple[Updates, jax.Array]:

@@ -162,3 +162,10 @@ def test_combine_with_the_identity_changes_nothing_and_uses_full_precision(rng):
     # Accelerators round the factors of a product by default. A CPU does not, so the test reads the program.
     text = str(jax.make_jaxpr(aggregate.combine)(jnp.eye(5), stacked))
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in text.replace("\n", " ").replace("  ", "")
+
+
+def test_a_mixture_reads_models_with_negative_weights():
+    mixed = aggregate.combine(jnp.array([[2.0, -1.0], [0.0, 1.0]]), jnp.array([[1.0], [np.nan]]))
+    assert np.isnan(mixed).all()
+    mixed = aggregate.combine(jnp.array([[2.0, -1.0], [1.0, 0.0]]), jnp.array([[1.0], [3.0]]))
+    np.testing.assert_allclose(mixed, [[-1.0], [1.0]])

@@ -367,6 +367,8 @@ def test_invalid_arguments_raise() -> None:
         estimate(lambda w, b: b[0] @ w, theta, support, query)
     with pytest.raises(ValueError, match="the same structure"):
         estimate(least_squares, theta, support, list(query))
+    with pytest.raises(ValueError, match="support and hessian must have the same structure"):
+        estimate(least_squares, theta, meta.WithHessian(support, list(support)), query)
     with pytest.raises(ValueError, match="floating-point"):
         estimate(least_squares, jnp.arange(4), support, query)
 
@@ -404,7 +406,7 @@ def test_where_nothing_adapts_the_gradient_is_that_of_the_query(operator):
     assert np.allclose(result.gradient["a"], 2 * (1 - 0.5)) and int(result.info.cg_steps) == 0
 
 
-@pytest.mark.parametrize("size", [1e-25, 1e-3, 1e25])
+@pytest.mark.parametrize("size", [1e-25, 1e-3, 1e25, 9e37, 1.5e38])
 def test_systems_are_solved_whatever_the_size_of_their_right_side(size: float) -> None:
     """The squares of these numbers have no place in float32."""
     matrix = np.diag([1.0, 3.0, 9.0]).astype(np.float32) + 0.1
@@ -421,3 +423,27 @@ def test_leaves_may_have_different_precision() -> None:
     found = conjugate_gradient(lambda tree: jax.tree.map(lambda v: 2 * v, tree), right, steps=3)
     assert jax.tree.map(lambda leaf: leaf.dtype, found.x) == jax.tree.map(lambda leaf: leaf.dtype, right)
     assert [float(leaf[0]) for leaf in jax.tree.leaves(found.x)] == [0.5, 1.0, 1.5]
+
+
+def test_a_curvature_that_is_rounding_alone_is_none() -> None:
+    tiny = 5 * float(jnp.finfo(jnp.zeros(()).dtype).eps)
+    assert conjugate_gradient(lambda v: tiny * v, jnp.ones(3), steps=3).negative_curvature
+
+
+def test_leaves_that_do_not_adapt_get_their_part_by_lambda_whatever_the_operator() -> None:
+    """g_b = (I + H_bb / (lambda + 10))^-1 r_b, and g_a = r_a - H_ab g_b / lambda: b alone is solved for."""
+    root, prox = np.asarray(normal(1, 5, 5)), 0.7
+    curvature = root @ root.T
+
+    def quadratic(p: dict[str, jax.Array], linear: jax.Array) -> jax.Array:
+        w = jnp.concatenate([p["a"], p["b"]])
+        return 0.5 * w @ curvature @ w + linear @ w
+
+    theta, (support, query) = {"a": normal(2, 2), "b": normal(3, 3)}, normal(4, 2, 5)
+    rule = meta.sgd(0.01, mask={"a": False, "b": True})
+    estimate = implicit_gradient(rule, prox_weight=prox, steps=3, cg_steps=9, tolerance=1e-13, operator="imaml_dev")
+    found = run(estimate, quadratic, theta, support, query)
+    right = curvature @ np.concatenate([found.adapted["a"], found.adapted["b"]]) + query
+    of_b = np.linalg.solve(np.eye(3) + curvature[2:, 2:] / (prox + 10), right[2:])
+    np.testing.assert_allclose(found.gradient["b"], of_b, rtol=1e-8)
+    np.testing.assert_allclose(found.gradient["a"], right[:2] - curvature[:2, 2:] @ of_b / prox, rtol=1e-8)

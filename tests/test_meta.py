@@ -614,7 +614,30 @@ def test_rules_of_jax_and_of_this_package_are_true_derivatives() -> None:
     lenet = fm.models.lenet()
     images = Batch(jnp.zeros((2, 32, 32, 3)), jnp.zeros(2, int), jnp.ones(2))
     assert not own(lambda p, b: lenet.loss(p, b, jax.random.key(0))[0], lenet.init(jax.random.key(0)), images)
+    special = lambda p, b: jnp.sum(jax.nn.relu6(p) + jax.scipy.special.logit(p) + jnp.logaddexp(p, 2 * p))  # noqa: E731
+    assert not own(special, jnp.ones(3), 0.0)
     assert own(quantising, parameters(), batch(1, 6)) and own(adversarial, parameters(), batch(1, 6))
+
+
+def held_gate(how: str) -> Any:
+    """The product of a value and a gate whose derivative counts as 0: a function of JAX with a rule of a user's own."""
+    gated = jax.custom_jvp(jax.lax.mul)
+    if how == "defjvp":
+        gated.defjvp(lambda primals, tangents: (gated(*primals), tangents[0] * primals[1]))
+    else:
+        gated.defjvps(lambda tangent, out, value, gate: tangent * gate, None)
+    return lambda p, b: network(
+        p | {"body": p["body"] | {"w": gated(jnp.tanh(p["body"]["w"]), 0 * p["body"]["w"] + jnp.sum(p["head"]["b"] ** 2))}}, b
+    )
+
+
+@pytest.mark.parametrize("how", ["defjvp", "defjvps"])
+def test_exact_for_a_function_of_jax_with_a_rule_of_a_users_own(how: str) -> None:
+    loss, theta, query, support = held_gate(how), parameters(), batch(99, 9), several(10, 2, 2)
+    inner = meta.sgd(0.3)
+    reference = jax.grad(partial(after_adaptation, inner=inner, support=support, query=query, loss=loss))(theta)
+    assert trajectory.has_own_backward_pass(loss, theta, batch(1, 6))
+    assert_close(run(meta.exact(inner), loss, theta, support, query).gradient, reference, 1e-10)
 
 
 WRONG_MASKS = {
@@ -707,3 +730,28 @@ def test_chunks_without_samples_may_have_no_mean() -> None:
     theta = normal(3, 4, 2)
     found, expected = (meta.exact(meta.sgd(0.1))(mean, theta, support, whole) for support in (chunks, whole))
     assert_close(found.gradient, expected.gradient, 1e-12)
+
+
+def test_steps_beyond_the_rates_of_each_step_take_the_last_one() -> None:
+    start = meta.MetaSGD(jnp.ones(1), jnp.array([0.5, 0.25]))
+    rule = meta.learned_sgd(per_step=True)
+    found = meta.adapt(lambda w, b: 0.5 * jnp.sum((w - b) ** 2), start, jnp.zeros(1), rule, steps=4)[0]
+    np.testing.assert_allclose(found, [0.5 * 0.75**3])
+    with pytest.raises(ValueError, match="one for each step"):
+        meta.adapt(lambda w, b: jnp.sum(w), meta.MetaSGD(jnp.ones(1), jnp.zeros(0)), 0.0, rule, steps=1)
+
+
+def test_rates_of_another_tree_are_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="a tree of rates like the parameters: it has other branches"):
+        meta.exact(meta.sgd({"x": 0.1}))(network, parameters(), batch(1, 6), batch(2, 9))
+    with pytest.raises(ValueError, match="support and hessian must have the same structure"):
+        samples = batch(1, 6)
+        given = meta.WithHessian(samples, samples._asdict())
+        meta.hessian_free(meta.sgd(0.1))(network, parameters(), given, batch(2, 9))
+
+
+def test_counts_of_batches_may_be_numpys() -> None:
+    found = several(10, np.int64(2), 2)
+    assert type(found.steps) is int and type(dataclasses.replace(found, chunks=np.int32(1)).chunks) is int
+    with pytest.raises(ValueError, match="steps=4 must be at most max_steps=2"):
+        several(10, np.int64(4), 2)

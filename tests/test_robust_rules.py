@@ -293,9 +293,59 @@ def test_fltrust_stands_still_when_it_trusts_nobody(reference):
 def test_fltrust_withstands_a_huge_upload():
     """Its squares are no numbers in single precision; it is trusted as the others are and has their norm."""
     rule = aggregate.fltrust(problems.data().client(0))
-    uploads = np.array([[1, 1], [1.1, 0.9], [3e38, 3e38]], np.float32)
-    got = use(rule, uploads, np.ones(3), reference=jnp.array([1.0, 1.0], jnp.float32))[0]
-    np.testing.assert_allclose(got, [1.0, 1.0], atol=0.06)
+    for huge in (1e30, 9e37, 3e38):
+        uploads = np.array([[1, 0], [huge, huge]], np.float32)
+        got = use(rule, uploads, np.ones(2), reference=jnp.array([1.0, 1.0], jnp.float32))[0]
+        # Both get the norm sqrt(2) of the server's, and weights by cosines of 1/sqrt(2) and 1.
+        np.testing.assert_allclose(got, np.array([2, 1]) / (1 + np.sqrt(0.5)), rtol=1e-6)
+
+
+def test_fltrust_averages_parts_without_a_reference_over_those_that_returned():
+    rule = aggregate.fltrust(problems.data().client(0))
+    got = use(rule, np.array([[1.0, 2], [3, 4], [9, 9]]), np.array([1, 2, 0]), reference=None)[0]
+    np.testing.assert_allclose(got, [2, 3])
+
+
+HUGE = [np.array([[1, 0], [1e25, 0]]), np.array([[1, 0], [0, 2], [3e38, 3e38], [-3e38, 3e38]]), np.full((3, 2), 3e38)]
+
+
+@pytest.mark.parametrize("uploads", HUGE, ids=["one of two", "half", "all"])
+@pytest.mark.parametrize(
+    "rule", [aggregate.norm_bounding(), aggregate.centered_clipping(), aggregate.centered_clipping(1.0, 3)]
+)
+def test_finite_uploads_of_any_size_leave_a_finite_model_and_memory(uploads, rule):
+    """Their norms, and differences of them, are beyond single precision; the round after is an honest one."""
+    memory = jnp.zeros(2, jnp.float32)
+    for sent in (uploads, -uploads, np.ones((2, 2))):
+        got, memory = use(rule, np.asarray(sent, np.float32), np.ones(len(sent)), memory)
+        assert np.isfinite(got).all() and np.isfinite(jax.tree.leaves(memory)).all()
+    if rule.name == "norm_bounding":
+        np.testing.assert_allclose(got, [1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_norms_are_bounded_whatever_their_size(size):
+    """Norms 1, 3 and 5, of which the median is 3: (1 + 3 + 3) / 3. The squares of these numbers have no place in float32."""
+    uploads = np.array([[1, 0], [3, 0], [5, 0]], np.float32) * np.float32(size)
+    np.testing.assert_allclose(use(aggregate.norm_bounding(), uploads, np.ones(3))[0] / size, [7 / 3, 0], rtol=1e-6)
+
+
+def test_the_median_of_two_large_numbers_is_finite():
+    assert use(aggregate.median, np.float32([3e38, 3e38]), np.ones(2))[0] == np.float32(3e38)
+
+
+def test_a_trimmed_mean_keeps_the_middle_two_of_four_and_its_share_may_be_traced(rng):
+    values = rng.normal(size=(4, 3))
+    middle = np.sort(values, 0)[1:3].mean(0)
+    np.testing.assert_allclose(use(aggregate.trimmed_mean(0.4999999), values, np.ones(4))[0], middle, rtol=1e-12)
+    traced = jax.jit(lambda share: aggregate.trimmed_mean(share)(jnp.asarray(values), jnp.ones(4)))(0.25)
+    np.testing.assert_allclose(traced, middle, rtol=1e-12)
+
+
+def test_clients_that_did_not_return_do_not_hold_the_geometric_median_back():
+    uploads = np.array([[0.0, 0], [10, 1], [10, 1.2], [-0.1, -10], [-0.12, -10]])
+    with_absent = use(aggregate.geometric_median(), np.vstack([uploads, np.full((6, 2), np.nan)]), np.arange(11) < 5)[0]
+    np.testing.assert_allclose(with_absent, use(aggregate.geometric_median(), uploads, np.ones(5))[0], rtol=1e-9)
 
 
 def test_bucketing_hands_over_means_of_random_buckets_that_hold_each_client_once():

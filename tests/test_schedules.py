@@ -211,3 +211,15 @@ def test_passes_over_clients_that_do_not_divide_leave_some_out():
         assert len(set(ids.tolist())) == 6 and ids.min() >= 0 and ids.max() < 7
         orders.add(tuple(ids.tolist()))
     assert len(orders) > 1
+
+
+def test_passes_are_drawn_by_their_seed():
+    one, other = (schedules.passes(seed)(jax.random.key(0), 0, 50, 20) for seed in (0, 3))
+    assert not np.array_equal(one, other)
+
+
+def test_a_capacity_has_room_for_the_expected_cohort():
+    """However often it may overflow, so that `poisson` takes it."""
+    assert schedules.poisson_capacity(0.5, 20, 1, 0.99) == 10
+    for clients, capacity in ((20, 10), (4, 2)):
+        assert schedules.poisson(0.5)(jax.random.key(0), 0, clients, capacity).shape == (capacity,)

@@ -290,6 +290,16 @@ def test_masked_bits_of_large_clients_move_the_clipping_norm():
     np.testing.assert_allclose(state.aggregation.uploads[0]["norm"], 1e-3 * np.exp(0.2 * 0.5 * 5), rtol=1e-6)
 
 
+def test_a_clipping_norm_stays_in_a_round_from_which_nobody_returns():
+    """Its quantile is 0.9, so that a share of bits around 1/2 moves it."""
+    chain = (uploads.adaptive_clip(1.0, quantile=0.9, rate=0.2),)
+    norms = []
+    for weight in (0, 1):
+        algorithm = _build(_adds(weight=lambda data, weight=weight: weight), uploads=chain)
+        norms.append(float(_run(algorithm)[0].aggregation.uploads[0]["norm"]))
+    assert norms[0] == 1 != norms[1]
+
+
 def test_masked_statistics_that_count_equally_are_as_fine_as_beside_equal_clients():
     """SCAFFOLD's control variate is the mean of those of the clients, also where models are weighted by samples."""
     federation = fm.Federation(cohort_size=3, weighting="samples", uploads=(uploads.mask(),))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.distances import along, average, cleaned, equal_shares, like, norms, present, products
+from fedjax_meta.aggregate.distances import along, average, cleaned, equal_shares, in_units, like, norms, present, products
 from fedjax_meta.aggregate.means import wide
 from fedjax_meta.aggregate.ranks import median
 from fedjax_meta.aggregate.rule import Rule
@@ -66,9 +66,9 @@ def centered_clipping(radius: Rate | None = None, iterations: int = 1) -> Rule:
         there = present(stacked, weight)
         clean, centre = cleaned(stacked, there), memory
         for _ in range(iterations):
-            apart = jax.tree.map(lambda leaf, v: jnp.where(along(there, leaf), leaf - v, 0), clean, centre)
+            apart = jax.tree.map(lambda leaf, v: jnp.where(along(there, leaf), _finite(leaf - v), 0), clean, centre)
             share = equal_shares(there) * _factor(norms(apart), radius, there)
-            centre = jax.tree.map(jnp.add, centre, average(apart, share))
+            centre = jax.tree.map(lambda v, move: _finite(v + move), centre, average(apart, share))
         some = jnp.any(there)
         return like(jax.tree.map(lambda leaf: jnp.where(some, leaf, 0), centre), stacked), centre
 
@@ -106,7 +106,8 @@ def _by_trust(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, refe
     there = present(stacked, weight)
     if reference is None:
         return like(average(cleaned(stacked, there), equal_shares(there)), stacked), memory
-    clean, reference = _to_unit_magnitude(cleaned(stacked, there)), jax.tree.map(wide, reference)
+    # Each in units of its own: it is scaled to the server's norm anyway, and the squares of huge numbers stay finite.
+    (clean, _), reference = in_units(cleaned(stacked, there)), jax.tree.map(wide, reference)
     inner = products(clean, jax.tree.map(lambda leaf, r: jnp.broadcast_to(r, leaf.shape), clean, reference))
     size, target = norms(clean), norms(jax.tree.map(lambda leaf: leaf[None], reference))[0]
     usable = there & (size > 0) & (target > 0)
@@ -117,11 +118,10 @@ def _by_trust(key: Key, stacked: PyTree, weight: jax.Array, memory: PyTree, refe
     return like(average(clean, jnp.where(total > 0, trust * scale / jnp.where(total > 0, total, 1), 0)), stacked), memory
 
 
-def _to_unit_magnitude(stacked: PyTree) -> PyTree:
-    """Each client's upload over its largest magnitude, so that the squares of huge numbers stay finite."""
-    sizes = jax.tree.map(lambda leaf: jnp.max(jnp.abs(leaf), tuple(range(1, leaf.ndim)), initial=0), stacked)
-    largest = jnp.max(jnp.stack(jax.tree.leaves(sizes)), 0)
-    return jax.tree.map(lambda leaf: leaf / along(jnp.where(largest > 0, largest, 1), leaf), stacked)
+def _finite(leaf: jax.Array) -> jax.Array:
+    """Numbers of at most the largest finite one: a difference of two may be larger, and would stay in the memory for ever."""
+    most = jnp.finfo(leaf.dtype).max
+    return jnp.clip(leaf, -most, most)
 
 
 def _factor(size: jax.Array, bound: Rate | None, there: jax.Array) -> jax.Array:

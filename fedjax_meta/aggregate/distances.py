@@ -18,6 +18,7 @@ from fedjax_meta import checks
 from fedjax_meta.aggregate.means import sum_clients, wide
 from fedjax_meta.aggregate.ranks import median, sort_clients
 from fedjax_meta.aggregate.rule import Aggregator
+from fedjax_meta.numerics.units import power_of_two
 from fedjax_meta.types import PyTree, Rate
 
 
@@ -116,8 +117,16 @@ def along(values: jax.Array, leaf: jax.Array) -> jax.Array:
 
 
 def norms(stacked: PyTree) -> jax.Array:
-    """The Euclidean norm of each upload over all leaves, `[C]`."""
-    return jnp.sqrt(products(stacked, stacked))
+    """The Euclidean norm of each upload over all leaves, `[C]`; the largest finite number where it is larger."""
+    scaled, unit = in_units(stacked)
+    return jnp.minimum(jnp.sqrt(products(scaled, scaled)) * unit, jnp.finfo(unit.dtype).max)
+
+
+def in_units(stacked: PyTree) -> tuple[PyTree, jax.Array]:
+    """(the uploads, each divided by a power of 2 near its largest number, these powers `[C]`)."""
+    sizes = jax.tree.map(lambda leaf: jnp.max(jnp.abs(leaf), tuple(range(1, leaf.ndim)), initial=0), stacked)
+    unit = power_of_two(jnp.max(jnp.stack(jax.tree.leaves(sizes)), 0))
+    return jax.tree.map(lambda leaf: leaf / along(unit, leaf).astype(leaf.dtype), stacked), unit
 
 
 def products(a: PyTree, b: PyTree) -> jax.Array:

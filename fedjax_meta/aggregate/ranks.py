@@ -30,7 +30,7 @@ def median(stacked: PyTree, weight: jax.Array) -> PyTree:
     """
 
     def middle(ordered: jax.Array, count: jax.Array) -> jax.Array:
-        return (ordered[jnp.maximum(count - 1, 0) // 2] + ordered[count // 2]) / 2
+        return ordered[jnp.maximum(count - 1, 0) // 2] / 2 + ordered[count // 2] / 2
 
     return _by_rank(middle, stacked, weight)
 
@@ -52,7 +52,7 @@ def trimmed_mean(share: float) -> Aggregator:
       3.0
     """
     checks.between("share", share, 0, 0.5)
-    if share == 0.5:
+    if not isinstance(share, jax.core.Tracer) and share == 0.5:
         raise ValueError("share=0.5 would leave out every client: it must be below 1/2; or use `median`")
 
     return partial(_by_rank, partial(_inner_mean, share))

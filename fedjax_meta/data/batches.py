@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_meta import loops, runtime
 from fedjax_meta.task import Weighted, entry_weights
@@ -46,9 +47,9 @@ class Batches:
 
     Attributes:
       get: `(step, chunk) -> batch`.
-      steps: number of steps, a Python int or a traced int32 scalar.
+      steps: number of steps, an integer or a traced int32 scalar.
       max_steps: static upper bound of `steps`, for code that stores something for each step; meta-gradients take no more steps.
-      chunks: number of batches that make up one step, a Python int or a traced int32 scalar.
+      chunks: number of batches that make up one step, an integer or a traced int32 scalar.
       samples: `batch -> number of real samples`, the weight of a chunk in the mean over its step; the sum of the weights of its
         targets where they have their own (`Weighted`).
 
@@ -63,6 +64,9 @@ class Batches:
     samples: Callable[[PyTree], jax.Array] = real_samples
 
     def __post_init__(self) -> None:
+        for name in ("steps", "chunks"):
+            if isinstance(getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(getattr(self, name)))
         if isinstance(self.steps, int) and self.steps > self.max_steps:
             raise ValueError(f"steps={self.steps} must be at most max_steps={self.max_steps}")
 

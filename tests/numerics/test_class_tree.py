@@ -63,3 +63,17 @@ def test_of_the_two_classes_that_are_farthest_apart_the_first_is_left():
             assert left[one] and not left[other]
             nodes += 1
     assert nodes == 6
+
+
+def test_halves_are_those_of_ten_steps_of_lloyd_with_the_two_farthest_classes_apart():
+    for seed in range(12):
+        x = np.random.default_rng(seed).normal(size=(9, 2))
+        apart = ((x[:, None] - x[None]) ** 2).sum(-1)
+        i, j = np.unravel_index(np.argmax(np.triu(apart, 1)), apart.shape)
+        left = apart[i] <= apart[j]
+        for _ in range(10):
+            left[[i, j]] = True, False
+            one, other = x[left].mean(0), x[~left].mean(0)
+            left = ((x - one) ** 2).sum(1) <= ((x - other) ** 2).sum(1)
+        left[[i, j]] = True, False
+        assert np.array_equal(jax.jit(build_tree)(jnp.asarray(x), jnp.ones(9, bool)).left[0], left)

@@ -151,3 +151,19 @@ def test_the_mean_field_is_a_fixed_point_near_the_draws():
     omega = mean_field(covariance, signs, 200)
     near(mean_field(covariance, signs, 201), omega, 1e-8)
     near(omega, np.asarray(gibbs(jax.random.key(3), covariance, signs, 20, 400)).mean(0)[None], 0.05)
+
+
+def test_sweeps_of_gibbs_sampling_draw_from_the_posterior_of_one_sample():
+    """Mean and variance of omega: moments of Polya-Gamma given f, and quadrature over p(f | y = 1)."""
+    variance, draws = 8.0, 20_000
+    f, weight = np.polynomial.hermite_e.hermegauss(80)
+    f = f * np.sqrt(variance)
+    weight = weight / (1 + np.exp(-f))
+    weight /= weight.sum()
+    of_f = np.tanh(f / 2) / (2 * f)
+    spread = (np.sinh(f) - f) / (4 * f**3 * np.cosh(f / 2) ** 2)
+    mean = weight @ of_f
+    expected = weight @ (spread + of_f**2) - mean**2
+    found = np.asarray(gibbs(jax.random.key(1), jnp.array([[variance]]), jnp.array([0.5]), 8, draws))[:, 0]
+    assert found.mean() == pytest.approx(mean, abs=5 * np.sqrt(expected / draws))
+    assert found.var() == pytest.approx(expected, rel=0.05)

@@ -87,3 +87,14 @@ for one in threadpoolctl.threadpool_info():
     if not found:
         pytest.skip("SciPy has no OpenBLAS of its own here")
     assert found.split() == [str(threads), str(given or None)]
+
+
+def test_gradients_have_the_form_of_their_matrices():
+    """Symmetric for a matrix that is factored, and 0 where a triangle has no entries."""
+    root, weights = np.random.default_rng(0).normal(size=(2, 4, 4))
+    spd = jnp.asarray(root @ root.T + np.eye(4))
+    gradient = jax.grad(lambda m: jnp.sum(weights * linalg.cholesky(m)))(spd)
+    np.testing.assert_allclose(gradient, gradient.T, atol=1e-12)
+    lower = jnp.asarray(np.tril(root) + 3 * np.eye(4))
+    gradient = jax.grad(lambda m: jnp.sum(jnp.sin(linalg.solve_triangular(m, jnp.ones((4, 2))))))(lower)
+    assert not np.any(np.triu(gradient, 1))

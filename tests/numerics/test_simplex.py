@@ -295,3 +295,9 @@ def test_the_programs_of_several_runs_are_solved_side_by_side_in_a_float32_progr
         assert np.max(gap[at]) < 1e-5
         of_each = [objective(expected[run][i], i, one_v, one_h) for i in range(5)]
         np.testing.assert_allclose(least[at], of_each, rtol=1e-5)
+
+
+def test_a_negative_variance_counts_as_none():
+    h = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2)))
+    one, other = (mixtures(h, jnp.array([v, 0.5, 1.0, 0.3])).weights for v in (-2.0, 0.0))
+    np.testing.assert_allclose(one, other, atol=1e-10)
