@@ -107,7 +107,7 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
     """FedAMP.
 
     The paper has no rule for new clients: a client that never took part trains on its support set from the mean of the last
-    cohort's models (from the initial model before there are any), and is pulled towards that mean.
+    cohort's models, weighted by samples (from the initial model before there are any), and is pulled towards that mean.
 
     A round reports `own_share`, the share of a client's own model in its mixture; 0 where the cap acts.
 

@@ -81,8 +81,8 @@ def lg_fedavg(
 ) -> Method:
     """LG-FedAvg.
 
-    A client that is none of the N sends its inputs through every client's representation and the shared head. One of the N that
-    no round has asked yet has the initial representation.
+    A client that is none of the N sends its inputs through the representation of every client that has taken part, and the shared
+    head. One of the N that no round has asked yet has the initial representation.
 
     Args:
       task: a classifier.

@@ -237,4 +237,7 @@ def pfedhn_pc(task: Task) -> Method:
     """pFedHN-PC: the hypernetwork generates the body alone; each client has its own head.
 
     For a client that never took part, a new embedding and the initial head are fitted to its support set.
+
+    Differs from the authors' code: there a head's momentum continues from round to round, gradients of the body are clipped by
+    their own norm and those of the head not at all, every head starts at random by itself, and `server_lr` is 0.05.
     """
