@@ -32,7 +32,7 @@ from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Params, PyTree, Rate, Variables
+from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Updates, Variables
 
 
 class Model(NamedTuple):
@@ -53,10 +53,28 @@ class Embedding(NamedTuple):
     Attributes:
       value: its embedding, `[e]`.
       slots: of the embedding's optimiser.
+      own: with `keep_optimizer`, the slots of the optimiser of its own leaves.
     """
 
     value: jax.Array
     slots: PyTree
+    own: PyTree
+
+
+def _apart(mask: Mask, own: optax.GradientTransformation, rest: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimiser for the leaves of a mask, and one for the others."""
+
+    def init(params: Params) -> tuple[PyTree, PyTree]:
+        mine, others = masks.split(params, mask)
+        return own.init(mine), rest.init(others)
+
+    def update(gradient: Updates, slots: tuple[PyTree, PyTree], params: Params) -> tuple[Updates, tuple[PyTree, PyTree]]:
+        (mine, others), (of_mine, of_others) = masks.split(gradient, mask), masks.split(params, mask)
+        step, slots_own = own.update(mine, slots[0], of_mine)
+        steps, slots_rest = rest.update(others, slots[1], of_others)
+        return masks.merge(step, steps), (slots_own, slots_rest)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _sgd(rate: Rate, decay: float) -> optax.GradientTransformation:
@@ -103,7 +121,7 @@ def _clipped(
 
 @described("models from a hypernetwork", "Shamsian et al. 2103.04628")
 @method_builder
-def pfedhn(  # over 80 lines: the rules share thirteen options
+def pfedhn(  # over 80 lines: the rules share fourteen options
     task: Task,
     *,
     lr: Rate = 5e-3,
@@ -116,6 +134,7 @@ def pfedhn(  # over 80 lines: the rules share thirteen options
     epochs: int | None = None,
     batch_size: int = 64,
     personal: masks.MaskSpec = "none",
+    keep_optimizer: bool = False,
     clip: Rate = 50.0,
     new_client_steps: int = 50,
     new_client_lr: Rate = 0.1,
@@ -134,7 +153,9 @@ def pfedhn(  # over 80 lines: the rules share thirteen options
       epochs: passes over a client's train view in place of K batches, for as many gradients as `fedavg(epochs=...)`.
       batch_size: samples per step.
       personal: mask of the leaves that the hypernetwork does not generate; "head" is pFedHN-PC.
-      clip: largest norm of a local gradient, and of what moves hypernetwork and embedding.
+      keep_optimizer: whether the optimiser of those leaves goes on where the client's last round ended (the authors' code) or
+        starts afresh.
+      clip: largest norm of a local gradient of the generated leaves, and of what moves hypernetwork and embedding.
       new_client_steps, new_client_lr: full gradient steps (Adam) that fit a new embedding, and their rate.
 
     Raises:
@@ -144,6 +165,7 @@ def pfedhn(  # over 80 lines: the rules share thirteen options
     checks.positive("clip", clip)
     checks.positive("new_client_lr", new_client_lr)
     checks.count("num_clients", num_clients)
+    checks.flag("keep_optimizer", keep_optimizer)
     follows = embedding_size is None
     embedding_size = 1 + num_clients // 4 if embedding_size is None else embedding_size
     for name, value in (("embedding_size", embedding_size), ("width", width), ("hidden", hidden)):
@@ -154,16 +176,17 @@ def pfedhn(  # over 80 lines: the rules share thirteen options
         raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to generate")
     trunk = [(embedding_size, width), *[(width, width)] * hidden]
     network = _Hypernetwork(trunk, masks.split(masks.variables_shape(task), own)[1])
-    optimizer = optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5))
+    own_optimizer = _sgd(lr, 5e-5)
+    optimizer = _apart(own, own_optimizer, optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5)))
     embedding_optimizer = _sgd(server_lr, 1e-3)
 
     def init(key: Key) -> Model:
         return Model(network.init(key), masks.split(task.init(tagged(key, "own")), own)[0])
 
     def init_memory(key: Key, model: Model, num_clients: int) -> Embedding:
-        del model, num_clients
+        del num_clients
         value = jax.random.normal(key, (embedding_size,))
-        return Embedding(value, embedding_optimizer.init(value))
+        return Embedding(value, embedding_optimizer.init(value), own_optimizer.init(model.own) if keep_optimizer else ())
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model, embedding = received.model, received.memory
@@ -173,13 +196,16 @@ def pfedhn(  # over 80 lines: the rules share thirteen options
         else:
             batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
         start = masks.merge(model.own, generated)
-        trained, loss = local.train(tagged(key, "loss"), task.loss, start, batches, optimizer, masks.everything_like(own))
+        slots_own, slots_rest = optimizer.init(start)
+        slots = (embedding.own if keep_optimizer else slots_own, slots_rest)
+        everything = masks.everything_like(own)
+        trained, slots, loss = local.train_on(tagged(key, "loss"), task.loss, start, slots, batches, optimizer, everything)
         kept, moved = masks.split(trained, own)
         # ∇φ, ∇v = (∂θ/∂(φ, v))ᵀ Δθ, with Δθ = received - trained so that the server descends.
         pseudo_gradient = optax.tree.sub(generated, moved)
         gradient = _clipped(pull_back(pseudo_gradient), pseudo_gradient, h, clip)
-        update, slots = embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
-        memory = Embedding(embedding.value + update, slots)
+        update, moved_on = embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
+        memory = Embedding(embedding.value + update, moved_on, slots[0] if keep_optimizer else ())
         # The server reads no pseudo-gradient of the leaves that stay with their client.
         descent = Model(gradient[0], optax.tree.zeros_like(kept))
         return Trained(Model(model.hyper, kept), {"loss": loss}, memory=memory, pseudo_gradient=descent)
@@ -238,6 +264,6 @@ def pfedhn_pc(task: Task) -> Method:
 
     For a client that never took part, a new embedding and the initial head are fitted to its support set.
 
-    Differs from the authors' code: there a head's momentum continues from round to round, gradients of the body are clipped by
-    their own norm and those of the head not at all, every head starts at random by itself, and `server_lr` is 0.05.
+    Differs from the authors' code: there a head's momentum continues from round to round (`keep_optimizer`), every head starts at
+    random by itself, and `server_lr` is 0.05.
     """

@@ -352,3 +352,44 @@ def test_pfedhn(clip):
         moved = np.r_[flat(state.model.hyper), np.asarray(state.memory.value[2])]
         # optax divides by the norm itself, PyTorch by the norm + 1e-6.
         near(moved, start - eta * velocity, 1e-5 if clip < 1 else 1e-9)
+
+
+@pytest.mark.parametrize("clip", [50.0, 0.05], ids=["as published", "a clip that acts"])
+@written_from(
+    "AvivSham/pFedHN",
+    "1bc0549",
+    "experiments/pfedhn_pc/node.py:25-30",
+    "experiments/pfedhn_pc/trainer.py:136-139",
+    "experiments/pfedhn_pc/trainer.py:156-191",
+)
+def test_pfedhn_pc(clip):
+    """The body is generated, and its gradients are clipped; the head is the client's own, and its momentum goes on."""
+    rate, eta, steps = 0.1, 0.05, 4
+    options = {"lr": rate, "server_lr": eta, "embedding_size": 3, "width": 6, "hidden": 1, "local_steps": steps}
+    method = fm.pfedhn_pc(task(), batch_size=BATCH, clip=clip, keep_optimizer=True, **options)
+    algorithm = fm.federate(method, fm.Federation(cohort_size=1, devices=1, schedule=lambda *a: jnp.asarray([2])))
+    state, one_round = jax.jit(algorithm.init)(KEY, data()), jax.jit(algorithm.round)
+    body, velocity, of_head = slice(0, 12), 0, 0
+    for number in (0, 1, 2):
+        before = jax.tree.map(np.asarray, state)
+        state, _ = one_round(jax.random.fold_in(KEY, number), state, data())
+        head = flat_rows(before.personal)[2] if number else flat(before.model.own)
+        # The first round draws the embedding, so that what a head of that round begins with is not known.
+        if not number:
+            of_head = flat(jax.tree.map(lambda leaf: np.asarray(leaf[2]), state.memory.own))
+            velocity = np.concatenate([flat(state.optimizer), flat(jax.tree.map(lambda leaf: leaf[2], state.memory.slots))])
+            continue
+        hyper, v = before.model.hyper, before.memory.value[2]
+        theta = np.concatenate([*hyper_forward(hyper, v)[2], head])
+        sent, buffer = theta[body].copy(), 0
+        for batch in endless(order_key(number, 2), 2, "train", BATCH, steps):
+            g = gradient(theta, batch)
+            buffer = 0.9 * buffer + clipped(g[body], clip) + 5e-5 * theta[body]
+            of_head = 0.9 * of_head + g[12:] + 5e-5 * theta[12:]
+            theta = theta - rate * np.concatenate([buffer, of_head])
+        of_hyper, of_v = hyper_gradient(hyper, v, [sent - theta[body]])
+        start = np.r_[flat(hyper), v]
+        velocity = 0.9 * velocity + clipped(np.r_[flat(of_hyper), of_v], clip) + 1e-3 * start
+        tolerance = 1e-5 if clip < 1 else 1e-9
+        near(np.r_[flat(state.model.hyper), np.asarray(state.memory.value[2])], start - eta * velocity, tolerance)
+        near(flat_rows(state.personal)[2], theta[12:], tolerance)
