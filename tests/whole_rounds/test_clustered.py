@@ -98,6 +98,10 @@ def momentum(rate):
     return optax.sgd(rate, MOMENTUM)
 
 
+def _is_trace(node):
+    return isinstance(node, optax.TraceState)
+
+
 def test_a_server_optimizer_is_each_clusters_own_and_rests_without_clients():
     """IFCA; v_j = momentum v_j + (theta_j - mean_j), theta_j = theta_j - server v_j, only of clusters with clients."""
     method = fm.ifca(task(), clusters=CLUSTERS, lr=RATE, epochs=2, batch_size=BATCH)
@@ -111,6 +115,8 @@ def test_a_server_optimizer_is_each_clusters_own_and_rests_without_clients():
             models[j] -= SERVER * velocity[j]
         near(library_order(stacked((library.first, library.last)[number].model)), library_order(models))
         visited.append(set(nearest.values()))
+    (slots,) = [leaf for leaf in jax.tree.leaves(library.last.optimizer, is_leaf=_is_trace) if _is_trace(leaf)]
+    near(library_order(stacked(slots.trace)), library_order(velocity))
     assert visited[0] - visited[1], "a cluster that has momentum must rest in the second round"
 
 
