@@ -32,7 +32,7 @@ from fedjax_meta.contract import Method, Received, Trained
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
-from fedjax_meta.types import Key, Mask, Params, PyTree, Rate, Updates, Variables
+from fedjax_meta.types import Key, Params, PyTree, Rate, Variables
 
 
 class Model(NamedTuple):
@@ -53,28 +53,12 @@ class Embedding(NamedTuple):
     Attributes:
       value: its embedding, `[e]`.
       slots: of the embedding's optimiser.
-      own: with `keep_optimizer`, the slots of the optimiser of its own leaves.
+      momentum: with `keep_optimizer`, that of its own leaves.
     """
 
     value: jax.Array
     slots: PyTree
-    own: PyTree
-
-
-def _apart(mask: Mask, own: optax.GradientTransformation, rest: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimiser for the leaves of a mask, and one for the others."""
-
-    def init(params: Params) -> tuple[PyTree, PyTree]:
-        mine, others = masks.split(params, mask)
-        return own.init(mine), rest.init(others)
-
-    def update(gradient: Updates, slots: tuple[PyTree, PyTree], params: Params) -> tuple[Updates, tuple[PyTree, PyTree]]:
-        (mine, others), (of_mine, of_others) = masks.split(gradient, mask), masks.split(params, mask)
-        step, slots_own = own.update(mine, slots[0], of_mine)
-        steps, slots_rest = rest.update(others, slots[1], of_others)
-        return masks.merge(step, steps), (slots_own, slots_rest)
-
-    return optax.GradientTransformation(init, update)
+    momentum: PyTree
 
 
 def _sgd(rate: Rate, decay: float) -> optax.GradientTransformation:
@@ -176,8 +160,7 @@ def pfedhn(  # over 80 lines: the rules share fourteen options
         raise ValueError(f"personal={personal!r} leaves nothing for the hypernetwork to generate")
     trunk = [(embedding_size, width), *[(width, width)] * hidden]
     network = _Hypernetwork(trunk, masks.split(masks.variables_shape(task), own)[1])
-    own_optimizer = _sgd(lr, 5e-5)
-    optimizer = _apart(own, own_optimizer, optax.chain(optax.clip_by_global_norm(clip), _sgd(lr, 5e-5)))
+    optimizer = optax.chain(optax.masked(optax.clip_by_global_norm(clip), masks.complement(own)), _sgd(lr, 5e-5))
     embedding_optimizer = _sgd(server_lr, 1e-3)
 
     def init(key: Key) -> Model:
@@ -186,7 +169,7 @@ def pfedhn(  # over 80 lines: the rules share fourteen options
     def init_memory(key: Key, model: Model, num_clients: int) -> Embedding:
         del num_clients
         value = jax.random.normal(key, (embedding_size,))
-        return Embedding(value, embedding_optimizer.init(value), own_optimizer.init(model.own) if keep_optimizer else ())
+        return Embedding(value, embedding_optimizer.init(value), optax.tree.zeros_like(model.own) if keep_optimizer else ())
 
     def client(key: Key, received: Received, data: ClientData) -> Trained:
         model, embedding = received.model, received.memory
@@ -196,8 +179,10 @@ def pfedhn(  # over 80 lines: the rules share fourteen options
         else:
             batches = data["train"].epochs(tagged(key, "order"), batch_size, epochs)
         start = masks.merge(model.own, generated)
-        slots_own, slots_rest = optimizer.init(start)
-        slots = (embedding.own if keep_optimizer else slots_own, slots_rest)
+        slots = optimizer.init(start)
+        if keep_optimizer:
+            fresh = masks.split(optax.tree.get(slots, "trace"), own)[1]
+            slots = optax.tree.set(slots, trace=masks.merge(embedding.momentum, fresh))
         everything = masks.everything_like(own)
         trained, slots, loss = local.train_on(tagged(key, "loss"), task.loss, start, slots, batches, optimizer, everything)
         kept, moved = masks.split(trained, own)
@@ -205,7 +190,8 @@ def pfedhn(  # over 80 lines: the rules share fourteen options
         pseudo_gradient = optax.tree.sub(generated, moved)
         gradient = _clipped(pull_back(pseudo_gradient), pseudo_gradient, h, clip)
         update, moved_on = embedding_optimizer.update(gradient[1], embedding.slots, embedding.value)
-        memory = Embedding(embedding.value + update, moved_on, slots[0] if keep_optimizer else ())
+        momentum = masks.split(optax.tree.get(slots, "trace"), own)[0] if keep_optimizer else ()
+        memory = Embedding(embedding.value + update, moved_on, momentum)
         # The server reads no pseudo-gradient of the leaves that stay with their client.
         descent = Model(gradient[0], optax.tree.zeros_like(kept))
         return Trained(Model(model.hyper, kept), {"loss": loss}, memory=memory, pseudo_gradient=descent)

@@ -1,18 +1,19 @@
-"""Powers of 2 as units: numbers in them are of the size of 1, so that their squares have a place, and no digit is lost."""
+"""Units of a power of 2, in which numbers have a size near 1: squares neither overflow nor vanish, and no digit changes."""
 
 import jax
 import jax.numpy as jnp
 
 
 def power_of_two(magnitude: jax.Array) -> jax.Array:
-    """A power of 2 near each magnitude >= 0, in its type; 0 and what is not finite get that of 1.
+    """The power of 2 above each magnitude >= 0, in its type; 1 for 0 and for what is not finite.
 
-    It is an eighth of the largest power at most, because XLA divides by a number by multiplying with its inverse, and the inverse
-    of a larger one is too small for a normal number, i.e. 0.
+    It stays where it and its reciprocal, by which XLA multiplies, are normal numbers, so that the largest magnitudes are up to 4
+    of it.
 
     Example:
       >>> power_of_two(jnp.array([0.0, 0.3, 3.0, 4.0])).tolist()
-      [2.0, 0.5, 4.0, 8.0]
+      [1.0, 0.5, 4.0, 8.0]
     """
-    usable = jnp.where(jnp.isfinite(magnitude) & (magnitude > 0), magnitude, 1)
-    return jnp.minimum(usable / jnp.frexp(usable)[0], 2.0 ** (jnp.finfo(usable.dtype).maxexp - 3))
+    limits = jnp.finfo(magnitude.dtype)
+    exponent = jnp.clip(jnp.frexp(magnitude)[1], limits.minexp, limits.maxexp - 2)
+    return jnp.ldexp(jnp.ones_like(magnitude), exponent)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
+from fedjax_meta.numerics.units import power_of_two
 from fedjax_meta.types import Key, PyTree
 from fedjax_meta.uploads.transform import Message, UploadTransform, per_leaf
 
@@ -59,11 +60,8 @@ def quantized(key: Key, tree: PyTree, bits: int) -> PyTree:
             return leaf
         # In 32 bits at least: 16 bits cannot tell the place of a number between two of many levels.
         exact = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        # In units of a power of 2, which changes no digit: the width of levels must neither overflow nor be 0. The unit and its
-        # reciprocal, by which XLA multiplies, must be normal numbers.
-        limits = jnp.finfo(exact.dtype)
-        exponent = jnp.clip(jnp.frexp(jnp.max(jnp.abs(exact)))[1], limits.minexp, limits.maxexp - 2)
-        unit = jnp.ldexp(jnp.ones((), exact.dtype), exponent)
+        # In units of a power of 2, which changes no digit: the width of levels must neither overflow nor be 0.
+        unit = power_of_two(jnp.max(jnp.abs(exact)))
         exact = exact / unit
         low, high = jnp.min(exact), jnp.max(exact)
         width = jnp.where(high > low, (high - low) / steps, 1)

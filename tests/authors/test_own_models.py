@@ -376,7 +376,7 @@ def test_pfedhn_pc(clip):
         head = flat_rows(before.personal)[2] if number else flat(before.model.own)
         # The first round draws the embedding, so that what a head of that round begins with is not known.
         if not number:
-            of_head = flat(jax.tree.map(lambda leaf: np.asarray(leaf[2]), state.memory.own))
+            of_head = flat(jax.tree.map(lambda leaf: np.asarray(leaf[2]), state.memory.momentum))
             velocity = np.concatenate([flat(state.optimizer), flat(jax.tree.map(lambda leaf: leaf[2], state.memory.slots))])
             continue
         hyper, v = before.model.hyper, before.memory.value[2]
