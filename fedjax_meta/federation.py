@@ -19,6 +19,7 @@ from fedjax_meta.dependence import dependent
 from fedjax_meta.engine import PRECISIONS
 from fedjax_meta.hardware import Devices
 from fedjax_meta.masks import Role, variables_shape
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.participation import Participation
 from fedjax_meta.task import Batch, MeanLoss, Task, Weighted, check_entries, targets
 from fedjax_meta.types import Key, PyTree, Rate, Roles, Variables
@@ -166,7 +167,7 @@ def check_values(task: Task | None, data: FederatedData) -> None:
     if not hasattr(value, "dtype"):  # a tree, which the loss refuses
         return
     values, weight = np.asarray(value), np.asarray(weight)
-    counts = weight.reshape(*weight.shape, *(1,) * (values.ndim - weight.ndim)) > 0  # weights may be of the leading axes
+    counts = leading(weight, values) > 0  # weights may be of the leading axes
     odd = values[((values < least) | (values > most)) & counts]
     if odd.size:
         raise ValueError(f"the {criterion.name} takes targets from {least} to {most}, but one is {odd[0]:g}")

@@ -21,6 +21,7 @@ from fedjax_meta.algorithm import ROWS, Algorithm, State
 from fedjax_meta.data import FederatedData
 from fedjax_meta.data.packing import pack
 from fedjax_meta.keys import is_key
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.rows import positions_among
 from fedjax_meta.types import Key
 
@@ -196,8 +197,7 @@ def newest_rows(came: Any, before: Any, again: jax.Array) -> Any:
     """
 
     def newest(old: jax.Array, result: jax.Array) -> jax.Array:
-        fresh = (again >= 0).reshape(-1, *(1,) * (old.ndim - 1))
-        return jnp.where(fresh, result[jnp.maximum(again, 0)], old)
+        return jnp.where(leading(again >= 0, old), result[jnp.maximum(again, 0)], old)
 
     return jax.tree.map(newest, came, before)
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fedjax_meta import checks, loops, runtime
+from fedjax_meta.numerics.axes import leading
 
 # ------------------------------------------------------------------------------------------- dense product, convolution, pool
 
@@ -390,7 +391,7 @@ class BatchNorm(nn.Module):
             return normalised(x - _channels(running_mean.value, x), running_var.value)
         rows = jnp.ones(x.shape[0], real) if weight is None else weight.astype(real)
         axes = tuple(range(x.ndim - 1))
-        row = rows.reshape(-1, *(1,) * (x.ndim - 1))
+        row = leading(rows, x)
         count = jnp.sum(rows) * math.prod(x.shape[1:-1])
         mean = jnp.sum(row * x, axes) / jnp.maximum(count, 1)
         centred = x - _channels(mean, x)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, runtime
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.types import Key, Mask, PyTree, Variables
 
 
@@ -58,12 +59,12 @@ def entry_weights(batch: Batch, values: jax.Array) -> jax.Array:
     Raises:
       ValueError: targets with weights finer than `values`, or of another shape.
     """
-    weight = batch.weight.reshape(-1, *(1,) * (values.ndim - 1))
+    weight = leading(batch.weight, values)
     if isinstance(batch.y, Weighted):
         own = jnp.asarray(batch.y.weight)
         if own.shape != values.shape[: own.ndim]:
             raise ValueError(f"targets have weights {list(own.shape)}, but there are losses or scores {list(values.shape)}")
-        weight = weight * own.reshape(*own.shape, *(1,) * (values.ndim - own.ndim))
+        weight = weight * leading(own, values)
     return jnp.broadcast_to(weight, values.shape)
 
 

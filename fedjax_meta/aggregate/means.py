@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from fedjax_meta import checks
 from fedjax_meta.data import ClientData
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.types import PyTree
 
 WEIGHTINGS = {"samples": "train", "query": "query", "uniform": None}
@@ -109,7 +110,7 @@ def of_units(combined: tuple[PyTree, ...], amount: jax.Array) -> Ratio:
 
 def in_total(quotient: PyTree, amount: jax.Array) -> PyTree:
     """`quotient * amount`, leaf by leaf: the total whose quotients by `per_unit` these are."""
-    return jax.tree.map(lambda leaf: leaf * _before_axes(amount, leaf).astype(leaf.dtype), quotient)
+    return jax.tree.map(lambda leaf: leaf * leading(jnp.asarray(amount), leaf).astype(leaf.dtype), quotient)
 
 
 def per_unit(total: PyTree, amount: jax.Array) -> PyTree:
@@ -119,15 +120,10 @@ def per_unit(total: PyTree, amount: jax.Array) -> PyTree:
     """
 
     def divide(leaf: jax.Array) -> jax.Array:
-        by = _before_axes(amount, leaf)
+        by = leading(jnp.asarray(amount), leaf)
         return jnp.where(by > 0, leaf / jnp.where(by > 0, by, 1).astype(leaf.dtype), 0)
 
     return jax.tree.map(divide, total)
-
-
-def _before_axes(amount: jax.Array, leaf: jax.Array) -> jax.Array:
-    """An amount in a shape that broadcasts against a leaf, which has its axes first."""
-    return jnp.reshape(amount, jnp.shape(amount) + (1,) * (leaf.ndim - jnp.ndim(amount)))
 
 
 def wide(leaf: ArrayLike) -> jax.Array:

@@ -37,6 +37,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Population, Rece
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.engine import map_clients
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
 
@@ -236,10 +237,9 @@ def fedfomo(
         if not keeps:
             return combine(matrix + jnp.diag(stays), cohort.personal), cohort.memory._replace(preference=preference)
         taken = combine(matrix, cohort.personal)
-        none = stays > 0.5
 
         def chosen_or_before(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(none.reshape((-1,) + (1,) * (new.ndim - 1)), old, new)
+            return jnp.where(leading(stays > 0.5, new), old, new)
 
         return jax.tree.map(chosen_or_before, taken, cohort.memory.before), cohort.memory._replace(preference=preference)
 

@@ -33,6 +33,7 @@ from fedjax_meta.builders import described, method_builder
 from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Reduction, Trained, keep_mean
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Variables
 
@@ -97,7 +98,7 @@ def l2gd(
         amount = jnp.where(pulls(key), jnp.minimum(share * steps, 1), 0)
 
         def towards_mean(own: jax.Array, mean: jax.Array) -> jax.Array:
-            return own - amount.astype(own.dtype).reshape((-1,) + (1,) * mean.ndim) * (own - mean[None])
+            return own - leading(amount.astype(own.dtype), own) * (own - mean[None])
 
         return jax.tree.map(towards_mean, cohort.personal, state.extra), cohort.memory, {"pulled": amount}
 

@@ -37,6 +37,7 @@ from fedjax_meta.contract import Cohort, Collaboration, Method, Received, Traine
 from fedjax_meta.data import ClientData, ClientView, FederatedData
 from fedjax_meta.data.shuffle import permutation_keys, permute
 from fedjax_meta.keys import tagged
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.numerics.related_tasks import ascend, hinge, primal, relations, safety
 from fedjax_meta.task import Task
 from fedjax_meta.types import Key, PyTree, Rate, Scalar, Variables
@@ -67,8 +68,7 @@ def _related(state: State, cohort: Cohort, regularisation: Rate, smoothing: Rate
 
     def of_all(kept: jax.Array, given: jax.Array) -> jax.Array:
         """Rows of all clients, 0 for those that have never taken part."""
-        seen = state.seen.reshape((-1,) + (1,) * (kept.ndim - 1))
-        return jnp.where(seen, kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
+        return jnp.where(leading(state.seen, kept), kept, 0).at[target].set(given.astype(kept.dtype), mode="drop")
 
     maps, rows = of_all(state.memory.map, cohort.stacked), of_all(state.memory.relation, cohort.memory.relation)
     # A client without a row yet is related to itself alone.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fedjax_meta import checks, runtime
 from fedjax_meta.algorithm import ROWS, State
+from fedjax_meta.numerics.axes import leading
 from fedjax_meta.types import PyTree
 
 _SMALL = 1024
@@ -39,8 +40,7 @@ def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the condition, whose axes are the leading ones of every leaf, holds."""
 
     def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-        shape = jnp.shape(condition)
-        return jnp.where(jnp.reshape(condition, shape + (1,) * (jnp.ndim(a) - len(shape))), a, b)
+        return jnp.where(leading(condition, a), a, b)
 
     return jax.tree.map(choose, new, old)
 
