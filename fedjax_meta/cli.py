@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fedjax_meta import __version__, checks, costs, escape, export, loggers, placement, runtime
+from fedjax_meta import __version__, checks, escape, export, loggers, placement, runtime
 from fedjax_meta.builders import about
 from fedjax_meta.methods import METHODS
 from fedjax_meta.process import Interrupted, Stopped, command_line, console, errors, one_line_errors, signals
@@ -418,7 +418,7 @@ def export_(
         export.save(out, found.variables, found.about)
         if found.about["diverged"] is not None:
             errors.print(f"this run diverged at round {found.about['diverged']}", style="yellow")
-        size = costs.size_in_bytes(found.variables)
+        size = runtime.size_in_bytes(found.variables)
         console.print(escape.console(f"{out}: {found.about['client']}, {found.about['system']}, {placement.amount(size)}"))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_meta import checks
+from fedjax_meta import checks, runtime
 from fedjax_meta.algorithm import Algorithm, Exchange
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
@@ -20,7 +20,6 @@ from fedjax_meta.local import parameter_loss
 from fedjax_meta.masks import split, variables_shape
 from fedjax_meta.rounds import as_algorithm
 from fedjax_meta.task import Batch, Task, require_task
-from fedjax_meta.types import PyTree
 
 
 class Traffic(NamedTuple):
@@ -35,16 +34,6 @@ class Traffic(NamedTuple):
     up: int
 
 
-def size_in_bytes(tree: PyTree) -> int:
-    """Bytes of a pytree of arrays or shapes.
-
-    Example:
-      >>> size_in_bytes({"a": np.ones(10, np.float32), "b": np.ones(3, np.float32)})
-      52
-    """
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def traffic(method: Method | Algorithm, data: FederatedData, *, federation: Federation | None = None) -> Traffic:
     """Bytes down and up of a client in a round, after the federation's upload transformations; nothing is computed."""
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
@@ -54,7 +43,7 @@ def traffic(method: Method | Algorithm, data: FederatedData, *, federation: Fede
 def traffic_of(exchange: Exchange) -> Traffic:
     """`traffic`, of what `Algorithm.exchange` says."""
     up = sum(exchange.message(leaf).bytes for leaf in jax.tree.leaves(exchange.averaged))
-    return Traffic(size_in_bytes(exchange.down), up + size_in_bytes(exchange.separate))
+    return Traffic(runtime.size_in_bytes(exchange.down), up + runtime.size_in_bytes(exchange.separate))
 
 
 def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:

@@ -128,7 +128,7 @@ def populate(begin: Callable[[jax.Array], Any], ids: jax.Array, devices: Devices
     rows = jax.eval_shape(jax.vmap(begin), ids)
     if not runtime.tracing():
         check_room(rows, devices)
-    if not _bytes(rows):
+    if not runtime.size_in_bytes(rows):
         return jax.vmap(begin)(ids)
     placed = NamedSharding(mesh, SLICE if ids.shape[0] % mesh.size == 0 else WHOLE)
     return jax.jit(jax.vmap(begin), out_shardings=placed if _placed(mesh, devices) else None)(ids)
@@ -145,7 +145,7 @@ def check_room(rows: PyTree, devices: Devices = None, *, runs: int = 1) -> None:
     Raises:
       ValueError: more bytes than are free.
     """
-    mesh, whole = client_mesh(devices), _bytes(rows)
+    mesh, whole = client_mesh(devices), runtime.size_in_bytes(rows)
     if not whole:
         return
     num_clients = jax.tree.leaves(rows)[0].shape[0]
@@ -165,10 +165,6 @@ def check_room(rows: PyTree, devices: Devices = None, *, runs: int = 1) -> None:
             f"what clients keep takes {sizes}, but only {amount(free)} are free; keep fewer leaves or clients, or use a store on "
             "the host (`store` of `simulate`)"
         )
-
-
-def _bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def announce(sizes: str, need: int, free: int | None) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_meta import runtime
 from fedjax_meta.keys import is_key
 from fedjax_meta.types import PyTree
 
@@ -83,7 +84,7 @@ class Layout(NamedTuple):
         divided = devices > 1 and count % devices == 0
         room = 0 if devices == 1 else cohort_size
         if divided:
-            one = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // count
+            one = runtime.size_in_bytes(leaves) // count
             room = min(cohort_size, max(REMOTE_LEAST, REMOTE_BYTES // max(one, 1)))
         return cls(devices, count // devices if divided else count, divided, room, axis)
 

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.extend.core import find_top_trace
 
 from fedjax_meta import checks
+from fedjax_meta.types import PyTree
 
 CACHE_VARIABLE = "FEDJAX_META_CACHE"
 """Environment variable that names the folder for compiled programs and decoded data sets."""
@@ -150,6 +151,16 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def is_aligned(array: np.ndarray) -> bool:
     """Whether the devices of a CPU host read an array in place."""
     return array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0
+
+
+def size_in_bytes(tree: PyTree) -> int:
+    """Bytes of a pytree of arrays or shapes.
+
+    Example:
+      >>> size_in_bytes({"a": np.ones(10, np.float32), "b": np.ones(3, np.float32)})
+      52
+    """
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def host_bytes() -> int:

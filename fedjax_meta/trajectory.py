@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
 
-from fedjax_meta import checks, loops, masks
+from fedjax_meta import checks, loops, masks, runtime
 from fedjax_meta.data import Batches
 from fedjax_meta.dependence import marks_of, operations
 from fedjax_meta.numerics.roots import finite_at_zero
@@ -517,13 +517,9 @@ def _memory(
 
     # Trace phi and the step as separate values, as in the loop: phi_0 is meta itself, but later phi are not.
     linearisation = jax.eval_shape(record_linearisation, jnp.zeros((), jnp.int32), *start)[2]
-    if keep == "smaller" and _bytes(linearisation) > _bytes(parameters):
+    if keep == "smaller" and runtime.size_in_bytes(linearisation) > runtime.size_in_bytes(parameters):
         return record_parameters, replay_parameters, parameters
     return record_linearisation, replay_linearisation, linearisation
-
-
-def _bytes(shapes: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 # --------------------------------------------------------------------------------------------------- the state of an optimiser

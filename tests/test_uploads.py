@@ -220,7 +220,7 @@ def test_what_a_client_sends_masked_has_the_bytes_that_costs_says():
     sums = weigh((problems.task().init(KEY), ()), (jnp.ones(()), jnp.ones(())))
     sent = uploads.mask(16).encode(KEY, sums, 1.0, jnp.int32(0), jnp.arange(3, dtype=jnp.int32))
     algorithm = problems.build("fedavg", uploads=(uploads.mask(16),))
-    assert fm.costs.size_in_bytes(sent.total) == fm.costs.traffic(algorithm, problems.data()).up == 39 * 4
+    assert fm.runtime.size_in_bytes(sent.total) == fm.costs.traffic(algorithm, problems.data()).up == 39 * 4
     assert {leaf.dtype for leaf in jax.tree.leaves(sent)} == {jnp.dtype("uint32")}
 
 

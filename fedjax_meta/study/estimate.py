@@ -88,7 +88,7 @@ def of_system(study: Study, scenario: str, name: str, clients: Clients) -> Estim
         personal=personal,
         traffic=costs.traffic(algorithm, data),
         flops=flops / cohort if cohort else np.nan,
-        memory=members * costs.size_in_bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
+        memory=members * runtime.size_in_bytes(state) + room * min(members, study.devices or len(runtime.default_devices())),
         programs=3 * ((len(shapes) if trials else 0) + 1),
         rounds=round(share * (rounds_of_trials(len(points), study) + study.rounds * len(study.seeds))),
         round_seconds=seconds,

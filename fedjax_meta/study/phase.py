@@ -177,7 +177,7 @@ def waves(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
 
 def _in_memory(phase: Phase, members: Sequence[Member]) -> list[list[Member]]:
     build, bare = phase.traced(members[:1])
-    one = costs.size_in_bytes(sweeps.state_shapes(build, bare, phase.data))
+    one = runtime.size_in_bytes(sweeps.state_shapes(build, bare, phase.data))
     most = runtime.host_bytes() // 4 // max(one, 1) if runtime.on_cpu() else len(members)
     seeds = sum(member.numbers == members[0].numbers for member in members)
     most = max(1, min(len(members), most // seeds * seeds if most >= seeds else most))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta import costs, local, lora, masks, meta, models
+from fedjax_meta import costs, local, lora, masks, meta, models, runtime
 from fedjax_meta.data import Batches
 from fedjax_meta.task import Batch
 from tests import problems
@@ -179,17 +179,17 @@ def test_the_base_is_stored_once_whatever_the_number_of_clients():
     base = {leaf.shape for leaf in jax.tree.leaves(BASE)}
     shapes = [leaf.shape for leaf in jax.tree.leaves(after)]
     assert not base & {shape[-2:] for shape in shapes if len(shape) > 1}
-    adapters = costs.size_in_bytes(masks.variables_shape(task))
+    adapters = runtime.size_in_bytes(masks.variables_shape(task))
     clients = problems.data().num_clients
-    assert costs.size_in_bytes(after) < (clients + 3) * adapters + 1000
+    assert runtime.size_in_bytes(after) < (clients + 3) * adapters + 1000
 
 
 def test_personalising_the_adapters_of_a_transformer_moves_under_two_percent_of_its_bytes():
     task = models.transformer(65, 80, width=128, heads=4, depth=4)
     base = task.init(jax.random.key(0))
     small = lora.lora(task, base, rank=4, targets="path:(query|value)/kernel")
-    whole = costs.size_in_bytes(base)
-    assert costs.size_in_bytes(masks.variables_shape(small)) < 0.02 * whole
+    whole = runtime.size_in_bytes(base)
+    assert runtime.size_in_bytes(masks.variables_shape(small)) < 0.02 * whole
 
 
 def test_buffers_of_the_base_stay_buffers():
