@@ -26,7 +26,7 @@ def _rows_of(run: Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], 
 
 def section(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]) -> list[str]:
     """The lines of the section; none where nothing is missing."""
-    text = [*_not_trained(listed, lines), *_not_measured(listed, lines, tested)]
+    text = [*_not_trained(listed, lines), *_not_measured(listed, lines, tested), *_not_listed(listed)]
     return ["## Not run yet", "", *text] if text else []
 
 
@@ -41,6 +41,29 @@ def _not_trained(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]]) -> 
     words = "`python -m experiments.leaderboard --data-dir DIR` runs them in this order; hours of a whole entry on two cores."
     table = report.markdown_table(["run", "title", "systems", "cost by", "hours"], rows, text_columns=4)
     return [words, "", table, ""]
+
+
+def _not_listed(listed: Sequence[Run]) -> list[str]:
+    """By scenario, the systems that the list asks for on other scenarios alone."""
+    wanted: dict[str, list[str]] = {}
+    for run in listed:
+        study = run.load()
+        for scenario in study.scenarios:
+            wanted.setdefault(scenario, []).extend(study.systems_on(scenario))
+    everywhere = list(dict.fromkeys(name for some in wanted.values() for name in some))
+    rows = []
+    for scenario, some in wanted.items():
+        others = [name for name in everywhere if name not in some]
+        if others:
+            rows.append([scenario, ", ".join(others), f"{len(others)} of {len(everywhere)}"])
+    if not rows:
+        return []
+    words = (
+        "Systems that the list asks for on other scenarios alone. "
+        "`fedjax-meta run experiments/leaderboard.yaml --variant SCENARIO --systems SYSTEMS` trains them."
+    )
+    table = report.markdown_table(["scenario", "systems", "not listed"], rows, text_columns=2)
+    return [words, "", *board.folded("The table", table.splitlines()), ""]
 
 
 def _not_measured(

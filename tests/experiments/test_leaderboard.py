@@ -475,6 +475,19 @@ def test_what_was_not_run_is_listed(folder, lines):
     assert "| all |" in pages.page([listed], {}).partition("## Not run yet")[2]
 
 
+def test_systems_that_the_list_asks_for_elsewhere_alone_are_listed():
+    """With the systems of the scenario's own runs, they make up all systems."""
+    lines = {scenario: {line.system for line in some} for scenario, some in board.read_lines().items()}
+    text = "\n".join(missing.section(LISTED, {}, {})).splitlines()
+    rows = [row.replace("\\", "").strip("| ").split(" | ") for row in text if row.startswith("| cifar10 |")]
+    (_, names, count) = rows[-1]
+    others = set(names.split(", "))
+    assert {"moon", "fedbn"} <= others and not others & lines["cifar10"]
+    asked = {name for listed in LISTED if listed.name.startswith("cifar10") for name in listed.load().systems}
+    assert lines["mnist"] - {"majority class", "untrained model"} <= others | asked and not others & asked
+    assert count.startswith(f"{len(others)} of ")
+
+
 def test_a_seed_that_diverged_is_no_number(folder, lines):
     listed, _ = folder
     bad = [
