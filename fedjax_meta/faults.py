@@ -36,7 +36,8 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         who = f" ({', '.join(map(str, self.clients[:5]))}{', ...' if len(self.clients) > 5 else ''})" if self.clients else ""
-        return f"round {self.round}: {self.what}{who}: {self.leaf}{', diverged' if self.diverged else ''}"
+        leaf = self.leaf if "finite" in self.what else f"{self.leaf} is not finite"
+        return f"round {self.round}: {self.what}{who}: {leaf}{', diverged' if self.diverged else ''}"
 
 
 LeafNames = Callable[[], tuple[Sequence[str], Sequence[str]]]

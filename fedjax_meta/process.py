@@ -22,13 +22,18 @@ from fedjax_meta import imports
 
 
 class _Output(Console):
-    """Where nobody reads on (`| head`), it asks the program to stop, as SIGTERM does, so that a run is saved.
+    """rich's without emoji: `module:fire:name` stays as it is.
+
+    Where nobody reads on (`| head`), it asks the program to stop, as SIGTERM does, so that a run is saved.
 
     Attributes:
       closed: whether that has happened.
     """
 
     closed = False
+
+    def __init__(self) -> None:
+        super().__init__(emoji=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's, but no line is cut at the edge of the terminal: what is left of a number would be another number."""
@@ -42,7 +47,7 @@ class _Output(Console):
 
 
 console = _Output()
-errors = Console(stderr=True)
+errors = Console(stderr=True, emoji=False)
 
 
 _OF_USERS = (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError)

@@ -129,7 +129,7 @@ def test_a_run_reports_who_broke_when_and_where(caplog):
         (done, "clients left out", (2,), False) for done in (1, 2, 3)
     ]
     assert faults[0].leaf == "['upload'][0]['body']['b']"
-    assert "round 1: clients left out (2): ['upload'][0]['body']['b']" in caplog.text
+    assert "round 1: clients left out (2): ['upload'][0]['body']['b'] is not finite" in caplog.text
     losses = records[-1].evaluations["test"].loss
     assert np.flatnonzero(np.isnan(losses)).tolist() == [2]
     assert np.isnan(records[-1].evaluations["test"].summary()["accuracy_mean"])

@@ -4,6 +4,7 @@ Client i holds i + 1 samples, all of value i. In most tests its round adds `(i +
 received, so that the order of rounds, the weights and the start of each leaf can all be told from the result.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -193,6 +194,15 @@ def test_a_memory_that_changes_its_form_is_refused_by_leaf(memory, message):
     state = algorithm.init(KEY, DATA)
     with pytest.raises(ValueError, match="a client's memory must keep the form of init_memory: " + message):
         algorithm.round(KEY, state, DATA)
+
+
+def test_a_memory_that_is_no_tree_of_arrays_is_refused():
+    @dataclasses.dataclass
+    class Mem:
+        count: int = 0
+
+    with pytest.raises(ValueError, match=r"init_memory of method\['kept'\] must be an array of numbers, not .*Mem"):
+        _build(_adds(), init_memory=lambda *_: {"kept": Mem()}).init(KEY, DATA)
 
 
 def test_metrics_of_a_client_are_scalars():

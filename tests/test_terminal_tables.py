@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fedjax_meta import process, report
+from fedjax_meta import escape, process, report
 from fedjax_meta.report.tables import wrap
 from fedjax_meta.study import files, from_tree, results, terminal
 
@@ -94,3 +94,9 @@ def test_text_wraps_between_words_then_before_brackets_and_never_inside_a_word()
         found = {piece for line in lines for piece in pieces(line)}
         assert found == {piece for word in words for piece in pieces(word)}
     assert wrap("", 5) == [""]
+
+
+def test_names_between_colons_are_no_emoji(capsys):
+    for console in (process.console, process.errors):
+        console.print(escape.console("my_module:fire:name"))
+    assert [text.strip() for text in capsys.readouterr()] == ["my_module:fire:name"] * 2

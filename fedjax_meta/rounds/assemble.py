@@ -96,7 +96,7 @@ class _Rounds:
         model = replicate(loops.strongly_typed(method.init(tagged(key, "model"))), devices)
         self._check_model(model)
         own = masks.split(model, setting.personal)[0]
-        fresh = jax.eval_shape(lambda key, model: method.init_memory(key, model, data.total_clients), key, model)
+        fresh = jax.eval_shape(lambda key, model: self._first_memory(key, model, data.total_clients), key, model)
         upload, weight = self._upload_shape(model, data)
         residual = jax.eval_shape(setting.chain.init_memory, setting.sent(upload))
 
@@ -196,6 +196,11 @@ class _Rounds:
                 f"the roles of {self.setting.method.name} must be masks.Role, not {checks.shown(odd)}: masks.roles(personal, "
                 "trainable) makes them of masks"
             )
+
+    def _first_memory(self, key: Key, model: PyTree, num_clients: int) -> PyTree:
+        memory = self.setting.method.init_memory(key, model, num_clients)
+        checks.arrays(f"init_memory of {self.setting.method.name}", memory)
+        return memory
 
     def _upload_shape(self, model: PyTree, data: FederatedData) -> tuple[PyTree, PyTree]:
         """`_sent_shapes`, or nothing where no transformation and no rule asks for them: training is traced for it."""
