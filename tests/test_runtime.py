@@ -1,5 +1,6 @@
 """JAX's devices and cache, each in a process of its own, and the limits of a job, from files like those of Linux."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -48,6 +49,21 @@ def test_a_jobs_memory_limit_counts(control_group):
     (outer / "memory.stat").write_text("anon 4000\ninactive_file 1500\nactive_file 10\n")
     assert runtime.free_host_bytes() == 4500
     assert runtime.host_bytes() == 10000  # whatever is free
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library than glibc")
+def test_memory_that_was_freed_goes_back_to_the_system():
+    """300 MB of small blocks, of which every thousandth stays, so that the heap cannot shrink from its end."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [bytes(1500) for _ in range(200_000)]
+    kept = blocks[::1000]
+    del blocks
+    before = resident()
+    runtime.give_back_free_memory()
+    assert resident() < before - 200e6 and len(kept) == 200
 
 
 def test_the_groups_of_a_process_are_its_own_and_those_above_it(monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from fedjax_meta import disk, imports, process
+from fedjax_meta import disk, imports, process, runtime
 from fedjax_meta.study import folder as folders
 from fedjax_meta.study import presets
 from fedjax_meta.study import tuning as choice
@@ -154,6 +154,8 @@ def _run_job(job: Job, ahead: Sequence[Job], context: RunContext) -> Outcome:
         if imports.place_of(error) is None:
             raise
         raise ValueError(f"{', '.join(job.where)}: {imports.said(error)}") from error
+    finally:
+        runtime.give_back_free_memory()
 
 
 def _check_start(study: Study, built: Mapping[str, Clients]) -> None:
