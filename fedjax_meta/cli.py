@@ -82,6 +82,10 @@ def _folder(text: str | Path) -> Path:
     """The folder of an option. An empty text is refused: it is most often an unset shell variable, not the current folder."""
     if text == "":
         raise typer.BadParameter("must name a folder, got an empty text")
+    try:
+        str(text).encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"must be UTF-8, because reports name the folder; got {str(text)!a}") from None
     return Path(text)
 
 
@@ -533,12 +537,15 @@ def _report(study: Study, folder: Path, built: Mapping[str, Clients], outcomes: 
 def _trained(
     study: Study, folder: Path, built: Mapping[str, Clients], command: str, watcher: runs.Watcher, shared: bool
 ) -> Iterator[list[runs.Outcome] | None]:
-    """Runs a study, or shares in a run. The first SIGINT or SIGTERM saves the run and ends it; a second one ends it at once."""
+    """Runs a study, or shares in a run. The first SIGINT, SIGTERM or SIGHUP saves the run and ends it; a second ends it at once.
+
+    When a terminal is closed, the kernel and the shell both send SIGHUP, so that a second one says nothing.
+    """
     numbers: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
         numbers.append(number)
-        if len(numbers) > 1:
+        if len(numbers) > 1 and signal.Signals(number).name != "SIGHUP":
             raise Interrupted(number)
 
     options: dict[str, Any] = {"watcher": watcher, "clients": built, "command": command, "should_stop": lambda: bool(numbers)}

@@ -1,6 +1,7 @@
 """What a command-line program needs around its work: signals, errors in one line, and its own command."""
 
 import contextlib
+import errno
 import io
 import os
 import shlex
@@ -21,10 +22,28 @@ from rich.text import Text
 from fedjax_meta import imports
 
 
-class _Output(Console):
-    """rich's without emoji: `module:fire:name` stays as it is.
+class _Terminal(Console):
+    """rich's without emoji: `module:fire:name` stays as it is. Where the terminal is gone, nothing more is shown."""
 
-    Where nobody reads on (`| head`), it asks the program to stop, as SIGTERM does, so that a run is saved.
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(emoji=False, stderr=stderr)
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.to_nowhere()
+
+    def to_nowhere(self) -> None:
+        """What is printed from now on is dropped, also by Python when the program ends."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if self.stderr else sys.stdout).fileno())
+
+
+class _Output(_Terminal):
+    """Where nobody reads on (`| head`), it asks the program to stop, as SIGTERM does, so that a run is saved.
 
     Attributes:
       closed: whether that has happened.
@@ -32,26 +51,25 @@ class _Output(Console):
 
     closed = False
 
-    def __init__(self) -> None:
-        super().__init__(emoji=False)
-
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's, but no line is cut at the edge of the terminal: what is left of a number would be another number."""
         super().print(*objects, **{"crop": False, **options})
 
     def on_broken_pipe(self) -> None:
         """Called by rich."""
-        self.closed = self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self.closed = True
+        self.to_nowhere()
         signal.raise_signal(signal.SIGTERM)
 
 
 console = _Output()
-errors = Console(stderr=True, emoji=False)
+errors = _Terminal(stderr=True)
 
 
 _OF_USERS = (ValueError, OSError, ImportError, OverflowError, jax.errors.JaxRuntimeError)
 """Errors that a user can correct."""
+_NO_BACKEND = "Unable to initialize backend"
+"""How JAX says that a platform is missing."""
 _MEMORY = "RESOURCE_EXHAUSTED"
 """What JAX says when the memory of a device is full."""
 _FULL = (
@@ -89,8 +107,8 @@ class Interrupted(KeyboardInterrupt):
 def one_line_errors(debug: bool) -> Iterator[None]:
     """Turns errors that a user can correct, and all of a user's own code, into one line on stderr and exit code 1.
 
-    Ctrl-C (SIGINT) and SIGTERM end with one line and exit code 130 or 143. Letters that a terminal cannot show are shown as
-    question marks: a table must not be lost to a sign in it.
+    Ctrl-C (SIGINT), SIGTERM and SIGHUP end with one line and exit code 130, 143 or 129. Letters that a terminal cannot show are
+    shown as question marks: a table must not be lost to a sign in it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -107,9 +125,11 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(128 + getattr(stop, "number", signal.SIGINT)) from None
     except Exception as error:
         place = imports.place_of(error)
-        # What JAX raises for JAX_PLATFORMS is a RuntimeError; every other one, like all that is not listed, is a fault of the
-        # program, unless it came from a user's own code.
-        platform = isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+        # What JAX raises for JAX_PLATFORMS is a RuntimeError or an AssertionError; every other one, like all that is not listed,
+        # is a fault of the program, unless it came from a user's own code.
+        if isinstance(error, AssertionError) and not _has_devices():
+            error = RuntimeError(f"{_NO_BACKEND}: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} is not at hand here")
+        platform = isinstance(error, RuntimeError) and str(error).startswith(_NO_BACKEND)
         if debug or not (place or platform or isinstance(error, _OF_USERS)):
             raise
         where = f" ({place}; --debug shows the traceback)" if place else ""
@@ -119,12 +139,23 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def _has_devices() -> bool:
+    try:
+        return bool(jax.devices())
+    except Exception:
+        return False
+
+
 @contextlib.contextmanager
 def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handles SIGINT and SIGTERM, but not what the parent process told this one to ignore (`nohup`, background jobs)."""
+    """Handles SIGINT, SIGTERM and SIGHUP (the terminal was closed).
+
+    Not what the parent process told this one to ignore (`nohup`, background jobs).
+    """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # Python allows no other to do so
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        known = [getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        before = {number: signal.getsignal(number) for number in known if number is not None}
     handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
     for number in handled:
         signal.signal(number, handler)

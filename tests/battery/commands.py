@@ -311,6 +311,7 @@ COMMAND = [
     (("run", "{tmp}/none.yaml"), "No such file or directory", "none.yaml"),
     (("run", "quikstart"), "study='quikstart' is unknown (did you mean 'quickstart'?)"),
     (("run", "quickstart", "--out", ""), "must name a folder, got an empty text"),
+    (("run", "quickstart", "--out", "runs/\udcff"), "must be UTF-8, because reports name the folder"),
     (("run", "{study_list}"), "must hold a mapping with title, scenarios and systems"),
     (("run", "{study_binary}"), "study_binary is no text in UTF-8: 'utf-8' codec can't decode"),
     (("run", "{study_deep}"), "study_deep is nested too deeply for a study"),

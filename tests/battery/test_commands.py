@@ -164,8 +164,14 @@ def test_the_same_as_a_process(name, places):
     [
         ({"PYTHONIOENCODING": "ascii"}, ("list", "partitions"), 0, "dirichlet_clients"),
         ({"JAX_PLATFORMS": "abacus"}, ("run", "quickstart", "--quick"), 1, "error: Unable to initialize backend 'abacus'"),
+        (
+            {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+            ("run", "quickstart", "--quick"),
+            1,
+            "error: Unable to initialize backend",
+        ),
     ],
-    ids=["a terminal without Greek letters", "a platform that is not there"],
+    ids=["a terminal without Greek letters", "a platform that is not there", "a GPU that is not there"],
 )
 def test_odd_surroundings_end_in_no_traceback(variables, arguments, code, words, tmp_path):
     given = {**os.environ, "PYTHONPATH": str(ROOT), **variables}

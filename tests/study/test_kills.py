@@ -34,21 +34,23 @@ STUDY = {
 }
 
 
-def start(file, folder, *words):
-    # Shells' background jobs ignore Ctrl-C, and so would what they start.
+def start(file, folder, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
+    # Shells' background jobs ignore Ctrl-C, and `nohup` SIGHUP, and so would what they start.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before_hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "fedjax_meta", "run", str(file), "--out", str(folder), *words],
             cwd=ROOT,
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "COLUMNS": "200"},
             text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGHUP, before_hangup)
 
 
 def wait_for(condition):
@@ -169,6 +171,23 @@ def test_a_signal_between_two_evaluations_saves_at_once_and_names_the_command(tm
     (state,) = folder.glob("state/pairs/fedavg.final.*/*.ckpt")
     assert 1 < int(state.stem) < 50_000
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2  # round 1 of two seeds
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(tmp_path):
+    """The kernel sends SIGHUP, and so does the shell; nothing can be written to the terminal any more."""
+    file, folder = tmp_path / "slow.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump({**STUDY, "rounds": 100_000}), encoding="utf-8")
+    ours, theirs = os.openpty()
+    process = start(file, folder, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    wait_for(lambda: any(folder.glob("state/pairs/*.final.*/1.ckpt")))  # round 1 was evaluated, and round 50,000 is far
+    time.sleep(2)
+    os.close(ours)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    (state,) = folder.glob("state/pairs/*.final.*/*.ckpt")
+    assert 1 < int(state.stem) < 100_000
 
 
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path):
