@@ -14,7 +14,7 @@ import pytest
 from scipy.cluster import hierarchy
 
 import fedjax_meta as fm
-from fedjax_meta.methods.cfl import bipartition
+from fedjax_meta.methods.cfl import Place, Pull, bipartition, split_all
 from fedjax_meta.methods.fedcac import overlaps
 from tests import problems
 from tests.authors.source import written_from
@@ -183,6 +183,47 @@ def test_a_bipartition_is_that_of_scipy():
         unit = updates / np.linalg.norm(updates, axis=1, keepdims=True)
         found = np.asarray(bipartition(jnp.asarray(unit @ unit.T), jnp.asarray(members)))
         assert found[members].tolist() == apart(updates[members]).tolist() and not found[~members].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("mean_factor", "client_factor"), [(1.01, 0.99), (0.99, 0.99), (1.01, 1.01)])
+def test_clusters_split_as_written_out(seed, mean_factor, client_factor):
+    """Two clusters of four members and a client that did not return, with updates of unlike sizes.
+
+    eps_1 and eps_2 lie a hundredth beside the norm of the mean and the largest norm of cluster 0.
+    """
+    rng = np.random.default_rng(seed)
+    updates = rng.normal(size=(10, 4)) * np.exp(rng.uniform(-2, 2, (10, 1)))
+    cluster, valid = np.array([0, 1] * 5), np.arange(10) < 8
+    first = updates[valid & (cluster == 0)]
+    limits = mean_factor * np.linalg.norm(first.mean(0)), client_factor * np.linalg.norm(first, axis=1).max()
+    expected, parent, free = cluster.copy(), cluster.copy(), 2
+    for number in (0, 1):
+        members = np.flatnonzero(valid & (cluster == number))
+        mine = updates[members]
+        if np.linalg.norm(mine.mean(0)) < limits[0] and np.linalg.norm(mine, axis=1).max() > limits[1]:
+            far = members[apart(mine)]
+            expected[far], parent[far], free = free, number, free + 1
+    assert (expected[valid & (cluster == 0)] == 0).all() == (mean_factor < 1 or client_factor > 1)
+    place, pull = Place(jnp.asarray(cluster), jnp.asarray(cluster)), Pull(*limits, least_size=3)
+    found = split_all(place, jnp.asarray(updates), jnp.asarray(valid), jnp.int32(2), jnp.bool(True), pull, 5)
+    assert found.cluster.tolist() == expected.tolist() and found.parent.tolist() == parent.tolist()
+
+
+def test_two_clusters_that_split_in_one_round_get_numbers_of_their_own():
+    updates = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)))
+    place = Place(jnp.arange(8) % 2, jnp.arange(8) % 2)
+    found = split_all(place, updates, jnp.ones(8, bool), jnp.int32(2), jnp.bool(True), Pull(1e3, 0.0, 3), 5)
+    assert {(int(c), int(p)) for c, p in zip(found.cluster, found.parent, strict=True)} == {(0, 0), (1, 1), (2, 0), (3, 1)}
+
+
+def test_a_client_of_ifca_goes_to_another_cluster_once_that_is_nearer():
+    """The models of two clusters are exchanged between rounds: every client follows its own."""
+    algorithm = build("ifca", **FULL, clusters=2, lr=0.1)
+    first = run(algorithm, 1)
+    exchanged = first._replace(model=jax.tree.map(lambda leaf: leaf[::-1], first.model))
+    stay, follow = run(algorithm, 1, first).memory, run(algorithm, 1, exchanged).memory
+    assert set(np.asarray(stay).tolist()) == {0, 1} and follow.tolist() == (1 - stay).tolist()
 
 
 def test_a_new_cluster_starts_from_its_parents_model_and_then_has_its_own():
