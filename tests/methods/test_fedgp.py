@@ -8,7 +8,9 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.keys import tagged
-from fedjax_meta.numerics.gaussian_classifier import JITTER, halves_of
+from fedjax_meta.methods.fedgp import fedgp_sgd
+from fedjax_meta.numerics.class_tree import at_most, level_of, tree_of
+from fedjax_meta.numerics.gaussian_classifier import JITTER, Process, halves_of, predictive_loss
 from tests.whole_rounds.world import (
     BODY,
     CLASSES,
@@ -151,6 +153,57 @@ def test_clients_test_with_the_process_of_their_support_set(who):
         for k in member:
             expected[:, k] *= p if k in left else 1 - p
     near(np.exp(algorithm.predict(classifier, queries)), expected, 1e-7)
+
+
+def test_the_loss_of_six_classes_is_that_of_each_node_by_itself():
+    """-log of the mean probability over the draws of omega, which are the library's; a level of the tree has several nodes."""
+    rng = np.random.default_rng(3)
+    y = rng.permutation(np.arange(48) % 6)
+    z = rng.normal(size=(48, 3)) + 2 * np.random.default_rng(5).normal(size=(6, 3))[y]
+    real = jnp.ones(48, bool)
+    tree, number = tree_of(jnp.asarray(z), jnp.asarray(y), real, 6)
+    halves, process, key = halves_of(jnp.asarray(y), real, number, 0.5), Process(8.0, 1.0, True, 3), jax.random.key(0)
+    found = predictive_loss(process, key, tree, jnp.asarray(z), jnp.asarray(y), halves, 4)
+
+    fit, ask = (np.asarray(places)[np.asarray(there)] for places, there in zip(halves[::2], halves[1::2], strict=True))
+    joint = np.r_[fit, ask]
+    covariance = gram(z[joint], z[joint]) + JITTER * np.eye(len(joint))
+    given = process.covariance(jnp.asarray(z)[halves.fit])
+    expected, most = 0.0, 0
+    for level in range(int(tree.depth)):
+        node, left = np.asarray(tree.node[level]), np.asarray(tree.left[level])
+        draws = process.omega(
+            key, level_of(tree, level), given, process.root(given), jnp.asarray(y)[halves.fit], halves.fits, 4
+        )
+        draws = np.where(draws > 0, draws, 1)[:, np.asarray(halves.fits)]  # 0 for samples that are at no node
+        omegas = np.hstack([draws, np.ones((4, len(ask)))])
+        numbers = set(node[node < at_most(6)].tolist())
+        most = max(most, len(numbers))
+        for here in (node[y[joint]] == number for number in numbers):
+            sides, asked = left[y[joint]], np.arange(len(joint)) >= len(fit)
+            signs = np.where(here & ~asked, np.where(sides, 0.5, -0.5), 0)
+            p = [probability(*regression(covariance, signs, omega, signs != 0)) for omega in omegas]
+            expected -= np.log(np.where(sides, np.mean(p, 0), 1 - np.mean(p, 0)) + 1e-12)[here & asked].mean()
+    assert most > 1
+    near(found, expected, 1e-6)
+
+
+def test_a_client_tests_with_as_many_draws_as_the_option_says():
+    library = Library(fm.fedgp(task(), capacity=40, gibbs_steps=1, draws=2, test_draws=3, optimizer=optax.sgd))
+    classifier = library.algorithm.personalize(KEY, library.last, data().client(NEW)["train"], None)[1]
+    assert classifier.omega.shape[1] == 3
+
+
+def test_the_default_optimiser_clips_at_50_and_then_decays_weights():
+    """v = 0.9 v + g + 0.001 w, where g has a norm of at most 50; w -= 0.1 v."""
+    w, v, optimizer = np.array([3000.0, -4000.0]), np.zeros(2), fedgp_sgd(0.1)
+    found, slots = jnp.asarray(w), optimizer.init(jnp.asarray(w))
+    for gradient in (np.array([60.0, 80.0]), np.array([3.0, -1.0])):
+        updates, slots = optimizer.update(jnp.asarray(gradient), slots, found)
+        found = optax.apply_updates(found, updates)
+        v = 0.9 * v + gradient * min(1, 50 / np.linalg.norm(gradient)) + 1e-3 * w
+        w = w - 0.1 * v
+    near(found, w, 1e-9)
 
 
 @pytest.mark.parametrize("held_out", [0.1, 0.5, 0.75])

@@ -66,8 +66,10 @@ def test_of_the_two_classes_that_are_farthest_apart_the_first_is_left():
 
 
 def test_halves_are_those_of_ten_steps_of_lloyd_with_the_two_farthest_classes_apart():
+    """Also where three more classes, far away, have no samples."""
     for seed in range(12):
-        x = np.random.default_rng(seed).normal(size=(9, 2))
+        rng = np.random.default_rng(seed)
+        x, absent = rng.normal(size=(9, 2)), 5 + 5 * rng.normal(size=(3, 2))
         apart = ((x[:, None] - x[None]) ** 2).sum(-1)
         i, j = np.unravel_index(np.argmax(np.triu(apart, 1)), apart.shape)
         left = apart[i] <= apart[j]
@@ -77,3 +79,5 @@ def test_halves_are_those_of_ten_steps_of_lloyd_with_the_two_farthest_classes_ap
             left = ((x - one) ** 2).sum(1) <= ((x - other) ** 2).sum(1)
         left[[i, j]] = True, False
         assert np.array_equal(jax.jit(build_tree)(jnp.asarray(x), jnp.ones(9, bool)).left[0], left)
+        more = jax.jit(build_tree)(jnp.asarray(np.r_[x, absent]), jnp.arange(12) < 9)
+        assert np.array_equal(more.left[0], np.r_[left, [False] * 3])
