@@ -103,6 +103,8 @@ def transformer(
 ) -> Task:
     """A decoder-only transformer with layer norms before its parts, learned positions and GELU, after GPT-2; no dropout.
 
+    Layer norms add 1e-6 to the variance (Flax's default), where GPT-2 adds 1e-5.
+
     Args:
       vocabulary: V, number of tokens.
       length: the largest T.

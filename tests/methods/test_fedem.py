@@ -3,6 +3,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -45,11 +46,14 @@ def test_components_start_differently():
     assert problems.distance(of(model, 0), of(model, 1)) > 0.1
 
 
-def test_a_round_of_expectation_and_maximisation_written_out():
-    algorithm = fedem(**FULL, weighting="uniform")
+@pytest.mark.parametrize("most", [None, 0.05])
+def test_a_round_of_expectation_and_maximisation_written_out(most):
+    """Each component's gradient is clipped by its own norm: it has an optimiser of its own."""
+    clip = optax.identity() if most is None else optax.clip_by_global_norm(most)
+    algorithm = fedem(**FULL, weighting="uniform", optimizer=lambda rate: optax.chain(clip, optax.sgd(rate)))
     state = run(algorithm, 2)
     after = run(algorithm, 1, state)
-    moved = []
+    moved, clipped = [], 0
 
     @jax.jit
     @jax.grad
@@ -64,7 +68,12 @@ def test_a_round_of_expectation_and_maximisation_written_out():
         for m in range(3):
             weighted = padded(client)._replace(weight=np.pad(q[:, m], (0, len(padded(client).y) - number)))
             model = of(state.model, m)
-            moved.append(step(model, 0.1, slope(model, weighted, number)))
+            gradient = slope(model, weighted, number)
+            norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradient)))
+            shorter = 1 if most is None else min(1, most / norm)
+            clipped += shorter < 1
+            moved.append(step(model, 0.1 * shorter, gradient))
+    assert (clipped > 10) == (most is not None)
     for m in range(3):
         expected = jax.tree.map(lambda *leaves: sum(leaves) / 7, *moved[m::3])
         assert problems.distance(of(after.model, m), expected) < 1e-12
