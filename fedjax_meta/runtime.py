@@ -187,9 +187,10 @@ def free_host_bytes() -> int:
 
 
 def give_back_free_memory() -> None:
-    """Gives back to the system what was freed and what the C library keeps for later (glibc; elsewhere nothing happens).
+    """Returns freed memory that glibc keeps for later to the operating system; does nothing with another C library.
 
-    Compilers allocate and free many small blocks on many threads. glibc keeps nearly all of them, about 100 MB for each method.
+    Compilers allocate and free many small blocks on many threads, of which glibc keeps most: about 100 MB for each system of a
+    small study.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

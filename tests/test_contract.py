@@ -94,9 +94,10 @@ def test_weakly_typed_parameters_are_traced_once():
 
 
 def test_a_compiled_run_on_another_layout_equals_a_python_loop_and_a_resumed_run_equals_it_bit_for_bit(name):
-    # Two lanes on two devices do not divide a cohort of five: some lanes are padding.
+    """The other layout has two devices and lanes, which do not divide a cohort of five, and the cohort in reverse."""
     _, step, start = build(name)
-    spread, begin = make(name, devices=2, lanes=2), placement.replicate(start, 2)
+    spread = make(name, devices=2, lanes=2, schedule=lambda *given: fm.schedules.uniform(*given)[::-1])
+    begin = placement.replicate(start, 2)
     places, data = jax.tree.map(lambda leaf: leaf.sharding, begin), problems.data()
     block = jax.jit(
         lambda state, count: fm.blocks.run_rounds(spread, KEY, state, data, count, most=4)[0], out_shardings=places

@@ -1,16 +1,14 @@
 """Shapes that broadcast."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 Numbers = TypeVar("Numbers", bound=Any)
 
 
 def leading(numbers: Numbers, values: Any) -> Numbers:
-    """`numbers`, of JAX or NumPy, in a shape that broadcasts against `values`, whose first axes are all of theirs.
+    """`numbers [A]`, of JAX or NumPy, as `[A, 1, ...]`, so that they broadcast against `values [A, ...]`; A may be several axes.
 
-    Example: one weight a client, against a leaf that has the clients first.
+    Example: one weight for each client, against a leaf that has the clients first.
       >>> import jax.numpy as jnp
       >>> leading(jnp.ones(3), jnp.ones((3, 28, 28))).shape
       (3, 1, 1)
