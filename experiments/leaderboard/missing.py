@@ -60,7 +60,7 @@ def _not_listed(listed: Sequence[Run]) -> list[str]:
         return []
     words = (
         "Systems that the list asks for on other scenarios alone. "
-        "`fedjax-meta run experiments/leaderboard.yaml --variant SCENARIO --systems SYSTEMS` trains them."
+        "`--variant` and `--systems` choose them from the study `experiments/leaderboard.yaml`."
     )
     table = report.markdown_table(["scenario", "systems", "not listed"], rows, text_columns=2)
     return [words, "", *board.folded("The table", table.splitlines()), ""]
