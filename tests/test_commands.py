@@ -83,6 +83,7 @@ NOT_RUN = {
     r".*=DIR/cinic10\.npz": "it needs CINIC-10; tests/experiments/test_personalised_studies.py",
     r"python benchmarks/static\.py .*": "it needs the extra accelerator-aot, in an environment of its own",
     r".* --log tensorboard,wandb,.*": "wandb is no extra of the package; tests/test_loggers.py",
+    r"python -m experiments\.leaderboard --beside runs/mine": "it needs a full run; tests/experiments/test_leaderboard.py",
     r".*leaderboard .*--(confirm|count-flops|new-clients|write-docs).*": "it takes hours; tests/experiments/test_leaderboard.py",
 }
 """Regular expression of whole commands -> why no test can run them, or which other one does."""
@@ -178,6 +179,7 @@ ROWS = (
     Row(r"fedjax-meta run eight_systems( .*)?", f"--systems fedavg,fedper {TINY}"),
     Row(r"fedjax-meta run experiments/published_har\.yaml( .*)?", f"--systems fedavg {TINY} --set rounds=2", "uci_har"),
     Row(r"fedjax-meta run experiments/leaderboard\.yaml .*", TINY),
+    Row(r"fedjax-meta run mine\.yaml .*", TINY),
     Row(
         r"fedjax-meta run experiments/published_methods\.yaml( .*)?",
         f"--systems fedavg --set systems.fedavg.options.epochs=1 {TINY}",
@@ -286,7 +288,7 @@ class Shelf:
             return folder
         # Of its own also where the one before ran out of time.
         folder = Path(tempfile.mkdtemp(dir=self.place))
-        if not command.startswith("fedjax-meta") or re.search(r"\b(experiments|fedjax_meta)/", command):
+        if not command.startswith("fedjax-meta") or re.search(r"\b(experiments|fedjax_meta)/|\bmine\.yaml", command):
             for name in CHECKOUT:
                 if (ROOT / name).is_dir():
                     shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.html"))
@@ -320,6 +322,10 @@ class Shelf:
             rng = np.random.default_rng(0)
             x, y = rng.normal(size=(600, 4)).astype(np.float32), rng.integers(0, 10, 600)
             np.savez(folder / "mine.npz", x=x, y=y, client=np.arange(600) % 12)
+        if "mine.yaml" in words:
+            (tree,) = [block[2] for block in FENCED.finditer(PAGES["leaderboard"]) if "extends: " in block[2]]
+            (folder / "mine.yaml").write_text(tree, encoding="utf-8")
+            words |= set(re.findall(r"\w+", tree))
         for name, code in own_modules().items():
             if name in words:
                 (folder / f"{name}.py").write_text(code, encoding="utf-8")

@@ -199,6 +199,7 @@ WHOLE = next(block for page, block in YAML if page == "studies.md")
 def test_a_part_of_a_study_fits_into_a_study(page, block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    Path("experiments").symlink_to(ROOT / "experiments")
     Path("my_package").mkdir()
     close = "fm.measures.mean('close', lambda outputs, y: abs(outputs - y) < 0.1, share=True)"
     Path("my_package/scores.py").write_text(f"import fedjax_meta as fm\nclose = {close}\n", encoding="utf-8")

@@ -6,6 +6,7 @@
 - `--hours` runs what is missing.
 - `--write-docs` makes docs/leaderboard/ and the page.
 - `--new-clients` and `--count-flops` add measurements that rows lack.
+- `--beside` shows where a run of one's own stands.
 - `--changed` names rows that later code may have changed, and `--confirm` finds out whether these still hold.
 """
 
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.leaderboard import again, board, changed, flops, missing, newcomers, page
+from experiments.leaderboard import again, beside, board, changed, flops, missing, newcomers, page
 from experiments.reproduce import run_list, running
 from fedjax_meta import report
 from fedjax_meta.process import console, one_line_errors
@@ -50,6 +51,14 @@ def main(
             "still hold, and stop."
         ),
     ] = False,
+    beside_: Annotated[
+        Path | None,
+        typer.Option(
+            "--beside",
+            help="Folder of a run whose study extends experiments/leaderboard.yaml: show its systems among the committed rows, "
+            "and stop.",
+        ),
+    ] = None,
     debug: running.Debug = False,
 ) -> None:
     """Runs the list, one run after the other. The same command continues where it was stopped.
@@ -63,6 +72,8 @@ def main(
     `python -m experiments.leaderboard --data-dir DIR --confirm`
 
     `python -m experiments.leaderboard --data-dir DIR --write-docs`
+
+    `python -m experiments.leaderboard --beside runs/mine`
     """
     with one_line_errors(debug):
         listed = run_list.read_list(board.LIST)
@@ -78,6 +89,12 @@ def main(
             unlisted = board.unlisted(listed)
             if unlisted:
                 console.print(f"in no run: {', '.join(unlisted)}", soft_wrap=True, markup=False)
+        elif beside_ is not None:
+            found, path = beside.write(beside_, listed)
+            for one in found:
+                console.print(report.rich_table(one.title, one.headings, one.rows))
+            console.print(beside.explanation(), markup=False)
+            console.print(f"saved: {path}", soft_wrap=True, markup=False)
         elif changed_:
             for line in changed.in_words(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)

@@ -179,7 +179,7 @@ def extract(runs: Sequence[Run], root: Path, data_dir: str | None = None) -> dic
         cells = cells_of(run, root / run.name)
         for scenario in dict.fromkeys(cell.found.scenario for cell in cells):
             here = [cell for cell in cells if cell.found.scenario == scenario]
-            found.setdefault(scenario, []).extend(_lines(here, data_dir))
+            found.setdefault(scenario, []).extend([*trained(here), *_untrained(here[0], data_dir)])
     if not found:
         raise ValueError(f"{root} holds no results of {', '.join(run.name for run in runs)}")
     return found
@@ -222,8 +222,8 @@ def cells_of(run: Run, folder: Path) -> list[Cell]:
     return [cell for cell in cells if extracts.is_finished(cell.final, study, cell.system)]
 
 
-def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
-    """Lines of one scenario of one run."""
+def trained(cells: Sequence[Cell]) -> list[Line]:
+    """Lines of the systems of one scenario of one run."""
     systems = [cell.found for cell in cells]
     local = next((cell.found for cell in cells if cell.found.method == LOCAL), None)
     target = None
@@ -233,7 +233,7 @@ def _lines(cells: Sequence[Cell], data_dir: str | None) -> list[Line]:
     lines = []
     for cell, row in zip(cells, compare.compared(systems, target=target), strict=True):
         lines += _of_cell(cell, row, NAN if target is None else target.value)
-    return [*lines, *_untrained(cells[0], data_dir)]
+    return lines
 
 
 def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:

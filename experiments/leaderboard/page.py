@@ -134,7 +134,7 @@ def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: s
     ranked = [*sorted(trained, key=lambda system: -worth[system]), *(system for system in systems if system not in trained)]
     text = [f"## {runs[0].title}", "", _facts(trained), ""]
     scores = [
-        [_title(system, marks), *_scores(systems[system], systems.get(REFERENCE, ())), _points(systems[system][0])]
+        [_title(system, marks), *score_cells(systems[system], systems.get(REFERENCE, ())), points_cell(systems[system][0])]
         for system in ranked
     ]
     headings = [
@@ -188,7 +188,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], text_columns:
     )
 
 
-def _points(line: Line) -> str:
+def points_cell(line: Line) -> str:
     """How many points of its grid were tried, with a mark where the best stands at an end."""
     return f"{line.tried}{f' {gaps.END}' * bool(line.edge)}" if line.method else ""
 
@@ -230,7 +230,8 @@ def _commits(commits: Iterable[str]) -> str:
     )
 
 
-def _scores(lines: Sequence[Line], reference: Sequence[Line]) -> list[str]:
+def score_cells(lines: Sequence[Line], reference: Sequence[Line]) -> list[str]:
+    """Known, worst and new clients, known and new minus the reference, and who would do better alone."""
     kind = lines[0].kind
     cells = [kind.spread(*report.over_seeds([getattr(line, name) for line in lines])) for name in ("known", "worst", "new")]
     cells[0] = cells[0] or "diverged"

@@ -32,6 +32,7 @@ board = pytest.importorskip("experiments.leaderboard.board", reason="the list ne
 again = pytest.importorskip("experiments.leaderboard.again")
 rows = pytest.importorskip("experiments.leaderboard.changed")
 newcomers = pytest.importorskip("experiments.leaderboard.newcomers")
+beside = pytest.importorskip("experiments.leaderboard.beside")
 adapting = pytest.importorskip("experiments.leaderboard.adapting")
 flops = pytest.importorskip("experiments.leaderboard.flops")
 gaps = pytest.importorskip("experiments.leaderboard.gaps")
@@ -399,6 +400,76 @@ def test_rows_whose_folder_is_gone_stay(folder, lines, tested, docs):
     assert "[others.html](leaderboard/others.html)" in text and "digits.html" not in text
     assert (docs / "raw/others.html").is_file() and not (docs / "raw/digits.html").exists()
     assert missing.rows_there(listed, {"pairs": found}) == "2 of 2"
+
+
+# A run of one's own.
+
+
+@pytest.fixture(scope="module")
+def own(folder, tmp_path_factory):
+    """A run with a system of its own, whose study extends that of the list."""
+    place = tmp_path_factory.mktemp("own")
+    systems = {"mine": {"method": "fedper", "options": {"epochs": 1, "batch_size": 20}}}
+    (place / "mine.yaml").write_text(yaml.safe_dump({"extends": folder[0].study, "systems": systems}), encoding="utf-8")
+    run.run(load(place / "mine.yaml", systems=["local_only", "mine"]), place / "run", watcher=Silent())
+    return place / "run"
+
+
+def commit_rows(docs, lines):
+    (docs / "raw").mkdir()
+    (docs / "raw/pairs.csv").write_text(board.to_csv(lines), encoding="utf-8")
+
+
+def test_a_run_of_ones_own_stands_among_the_rows(folder, lines, own, docs):
+    commit_rows(docs, lines)
+    ((table,), path) = beside.write(own, [folder[0]])
+    assert (table.title, path) == ("pairs", own / "leaderboard.md")
+    rows = {row[0]: dict(zip(table.headings, row, strict=True)) for row in table.rows}
+    assert set(rows) == {"mine (yours)", "local_only (yours)", *(line.system for line in lines)}
+    scores = {}
+    for name, place, system in (("mine (yours)", own, "mine"), ("fedavg_ft", folder[1] / "digits", "fedavg_ft")):
+        content = json.loads((place / f"results/pairs/{system}.final.json").read_text())
+        trials = sorted(content["trials"].values(), key=lambda one: one["seed"])
+        scores[name] = np.array([100 * np.mean(one["rows"][-1]["tests"]["known"]["accuracy"]) for one in trials])
+        assert rows[name]["known"] == f"{scores[name].mean():.2f} ±{scores[name].std(ddof=1):.2f}"
+    gap = (scores["fedavg_ft"] - scores["mine (yours)"]).mean()
+    assert rows["fedavg_ft"]["known, minus mine (yours)"].startswith(f"{gap:+.2f} [")
+    assert rows["mine (yours)"].get("known, minus mine (yours)") == ""
+    ranked = sorted((name for name in rows if rows[name]["place"]), key=lambda name: int(rows[name]["place"]))
+    known = [float(rows[name]["known"].split()[0]) for name in ranked]
+    assert known == sorted(known, reverse=True) and len(known) == 4
+    # The same training again gives the committed row.
+    assert list(rows["local_only (yours)"].values())[2:] == list(rows["local_only"].values())[2:]
+    text = path.read_text(encoding="utf-8")
+    assert all(f"| {name.replace('_', chr(92) + '_')} |" in text for name in rows)
+
+
+def test_differences_are_to_fine_tuning_where_nothing_is_new(folder, lines, docs):
+    commit_rows(docs, lines)
+    (table,) = beside.tables(folder[1] / "digits", [folder[0]])
+    assert "known, minus fedavg_ft" in table.headings
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "said"),
+    [
+        ({"settings": ["rounds=3"]}, None, "rounds differs"),
+        ({"seeds": [1, 2, 3]}, None, "seeds differs"),
+        ({"settings": ["systems.local_only.options.epochs=3"]}, None, "system local_only differs"),
+        ({}, "0123456789abcdef", "the clients of pairs are not those of the leaderboard"),
+    ],
+)
+def test_a_run_under_other_conditions_is_refused(changes, data, said, folder, lines, own, docs):
+    commit_rows(docs, [line._replace(data=data or line.data) for line in lines])
+    with pytest.raises(ValueError, match=said):
+        beside.tables(own, [replace(folder[0], **changes)])
+
+
+def test_a_run_of_other_scenarios_is_refused(folder, own, docs, tmp_path):
+    with pytest.raises(ValueError, match="none of the leaderboard's scenarios"):
+        beside.tables(own, [folder[0]])
+    with pytest.raises(ValueError, match="holds no run"):
+        beside.tables(tmp_path, [folder[0]])
 
 
 def test_flops_are_counted_by_rows_whose_folder_is_gone(folder, lines, docs, capsys):
