@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.leaderboard import board, changed, gaps, lessons, missing, newcomers
+from experiments.leaderboard import board, changed, gaps, lessons, missing, newcomers, overview
 from experiments.leaderboard.board import LOCAL, NAN, Line
 from experiments.leaderboard.newcomers import Tested
 from experiments.reproduce import page as results
@@ -113,8 +113,9 @@ def page(
       marks: scenario and system of rows that get a dagger.
     """
     order = [scenario for run in listed for scenario in run.load().scenarios]
-    text: list[str] = []
-    for scenario in dict.fromkeys(one for one in order if one in lines):
+    there = list(dict.fromkeys(one for one in order if one in lines))
+    text = overview.section({scenario: lines[scenario] for scenario in there}, REFERENCE)
+    for scenario in there:
         mine = {system for where, system in marks if where == scenario}
         text += _section(scenario, [run for run in listed if scenario in run.load().scenarios], lines[scenario], mine)
         text += _new_clients((tested or {}).get(scenario, ()), lines[scenario])

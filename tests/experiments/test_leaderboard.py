@@ -33,6 +33,7 @@ again = pytest.importorskip("experiments.leaderboard.again")
 rows = pytest.importorskip("experiments.leaderboard.changed")
 newcomers = pytest.importorskip("experiments.leaderboard.newcomers")
 beside = pytest.importorskip("experiments.leaderboard.beside")
+overview = pytest.importorskip("experiments.leaderboard.overview")
 adapting = pytest.importorskip("experiments.leaderboard.adapting")
 flops = pytest.importorskip("experiments.leaderboard.flops")
 gaps = pytest.importorskip("experiments.leaderboard.gaps")
@@ -943,6 +944,42 @@ def test_the_lesson_on_implicit_gradients_says_how_often_their_operator_was_not_
     words = "where the operator is not positive"
     assert f"{words}: in 40 % of those of imaml on mnist_small." in text([20.0, 60.0, 40.0])
     assert words not in text([math.nan] * 3)
+
+
+def test_all_scenarios_at_a_glance():
+    """The places are those among the systems that all scenarios have; equal scores share one."""
+    numbers = {
+        "one": {"fedavg_ft": (80, 81, 82), "ditto": (90, 91, 92), "fedper": (80, 81, 82), "afl": (99, 99, 99)},
+        "two": {"fedavg_ft": (70, 70, 70), "ditto": (60, 70, 80.3), "fedper": (50, 51, 52)},
+    }
+    lines = {
+        scenario: [
+            line for system, known in of.items() for line in three(system, known, known, edge="lr" * (system == "ditto"))
+        ]
+        for scenario, of in numbers.items()
+    }
+    lines["two"] = [line._replace(new=math.nan) if line.system == "fedper" else line for line in lines["two"]]
+    lines["three"] = three("ditto", (1, 2, 3))
+    assert overview.section(lines, "fedavg_ft") == []  # none has enough systems
+    for scenario in ("one", "two"):  # systems that have no name in the other
+        lines[scenario] += [line for i in range(20) for line in three(f"{scenario}-{i}", (99,) * 3)]
+    text = "\n".join(overview.section(lines, "fedavg_ft"))
+    known, new = (part.splitlines() for part in text.partition("New clients:")[::2])
+    assert "The 3 systems that one, two all have" in text
+    assert [line for line in known if line.startswith("| ")][1:] == [
+        "| ditto | 1.0 | 1 better, 1 undecided, 0 worse | 91.00 ‡ (1) | 70.10 ‡ (1) |",
+        "| fedavg\\_ft | 2.0 |  | 81.00 (2) | 70.00 (2) |",
+        "| fedper | 2.5 | 0 better, 1 undecided, 1 worse | 81.00 (2) | 51.00 (3) |",
+    ]
+    assert [line.split()[1] for line in new if line.startswith("| ")][1:] == ["ditto", "fedavg\\_ft"]
+
+
+def test_a_system_that_diverged_has_the_last_place():
+    systems = {**{f"system-{i}": (i,) * 3 for i in range(20)}, "fedavg_ft": (50,) * 3, "ditto": (math.nan,) * 3}
+    some = [line for name, known in systems.items() for line in three(name, known, diverged="7" * (name == "ditto"))]
+    lines = {"one": some, "two": some}
+    text = "\n".join(overview.section(lines, "fedavg_ft"))
+    assert "| ditto | 22.0 | 0 better, 0 undecided, 0 worse | diverged (22) | diverged (22) |" in text
 
 
 def test_published_orders_are_those_of_the_studies():
