@@ -130,6 +130,17 @@ def test_a_new_client_starts_at_the_mean_of_the_cohorts_models():
     assert problems.leaves_equal(personalized(algorithm, start(algorithm), None, of_client=0), start(algorithm).model)
 
 
+def test_a_new_client_is_pulled_to_the_mean_as_it_trains_and_a_known_one_does_not_train():
+    algorithm = fedamp(**WHOLE | {"new_client_epochs": 2})
+    state = run(algorithm, 2)
+    theta = state.extra
+    for _ in range(2):
+        pulled = jax.tree.map(lambda g, t, u: g + 0.8 * (t - u), gradient(theta, 0, "test_support"), theta, state.extra)
+        theta = step(theta, 0.1, pulled)
+    assert problems.distance(personalized(algorithm, state, None, of_client=0), theta) < 1e-12
+    assert problems.leaves_equal(personalized(algorithm, state, 2), of(state.personal, 2))
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="prox_weight=-1"):
         fedamp(prox_weight=-1)

@@ -5,7 +5,7 @@ import pytest
 
 from fedjax_meta.keys import tagged
 from tests import problems
-from tests.methods.common import KEY, build, compiled, of, personalized, run, start
+from tests.methods.common import KEY, build, compiled, gradient, of, personalized, run, start, step
 
 OPTIONS = {"devices": 1, "lr": 0.1, "batch_size": 8}
 
@@ -58,6 +58,16 @@ def test_a_new_client_starts_at_the_mean_and_a_known_one_has_its_own():
     algorithm = l2gd(pull=0.5, new_client_epochs=0)
     state = run(algorithm, 4)
     assert problems.leaves_equal(personalized(algorithm, state, None, of_client=2), state.extra)
+    assert problems.leaves_equal(personalized(algorithm, state, 2), of(state.personal, 2))
+
+
+def test_a_new_client_trains_from_the_mean_and_a_known_one_does_not_train():
+    algorithm = l2gd(pull=0.5, new_client_epochs=3, batch_size=128)
+    state = run(algorithm, 4)
+    expected = state.extra
+    for _ in range(3):
+        expected = step(expected, 0.1, gradient(expected, 2, "test_support"))
+    assert problems.distance(personalized(algorithm, state, None, of_client=2), expected) < 1e-12
     assert problems.leaves_equal(personalized(algorithm, state, 2), of(state.personal, 2))
 
 
