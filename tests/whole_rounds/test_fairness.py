@@ -5,6 +5,7 @@ w = w - sum F^q D / sum h. AFL (flearn/trainers/afl.py 38-60): w = w - eta sum l
 that is nearest to l + gamma loss; the members of a cohort share the mass that they had.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fedjax_meta.methods.afl import projected
 from tests.authors.source import written_from
 from tests.whole_rounds.world import (
     COHORTS,
+    KEY,
     KNOWN,
     LATE,
     NEW,
@@ -24,6 +26,7 @@ from tests.whole_rounds.world import (
     descend,
     endless,
     epochs,
+    flat,
     gradient,
     loss,
     near,
@@ -54,26 +57,49 @@ def test_two_rounds_of_qfedavg(q):
         near(library.tested(i), w)
 
 
+@pytest.mark.parametrize("q", [0.5, 1.5])
+def test_a_client_without_any_loss_moves_nothing(q):
+    """F^(q - 1) would be infinite: this is what 1e-10 is added for. The first client's labels are those of a certain model."""
+    certain = jax.tree.map(lambda leaf: 1e4 * leaf, task().init(KEY))
+    exact = task()._replace(init=lambda key: certain)
+    x = np.random.default_rng(0).normal(size=(2, 12, 3))
+    y = [np.argmax(np.asarray(exact.predict(certain, part)), 1) for part in x]
+    data = fm.from_clients([(x[0], y[0]), (x[1], (y[1] + 1) % 3)], num_classes=3)
+    for client, moves in ((0, False), (1, True)):
+        schedule = fm.schedules.given(np.array([[client]]))
+        algorithm = fm.federate(fm.qfedavg(exact, lr=RATE, q=q), fm.Federation(cohort_size=1, devices=1, schedule=schedule))
+        start = algorithm.init(KEY, data)
+        after, info = jax.jit(algorithm.round)(KEY, start, data)
+        assert np.all(info.returned) and np.all(np.isfinite(flat(after.model)))
+        assert (np.abs(flat(after.model) - flat(start.model)).max() > 1e-6) == moves
+
+
 def nearest(values, mass):
     """argmin |x - values|^2 over x >= 0, sum x = mass: the shift for which the sum fits, by a root finder."""
     root = optimize.brentq(lambda t: np.sum(np.maximum(values + t, 0)) - mass, -10, 10, xtol=1e-15)
     return np.maximum(values + root, 0)
 
 
-@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize(("average", "steps"), [(True, 1), (False, 3)])
 @written_from("litian96/fair_flearn", "f097971", "flearn/trainers/afl.py:38-60", "flearn/trainers/fedbase.py:152-167")
-def test_two_rounds_of_afl(average):
+def test_two_rounds_of_afl(average, steps):
+    """With several local steps, a client's loss is the mean over these."""
     gamma = 0.9
-    options = {"lr": RATE, "weight_lr": gamma, "batch_size": BATCH, "average": average}
+    options = {"lr": RATE, "weight_lr": gamma, "batch_size": BATCH, "average": average, "local_steps": steps}
     library = Library(fm.afl(task(), **options), server_lr=SERVER)
     w, share, models = library.w, {}, []
     for number, cohort in enumerate(COHORTS):
         own = np.array([share.get(i, 1 / N) for i in cohort])
-        batches = [endless(order_key(number, i), i, "train", BATCH, 1)[0] for i in cohort]
-        step = own @ np.array([gradient(w, batch) for batch in batches]) / own.sum()
-        losses = np.array([loss(w, batch) for batch in batches])
-        share |= dict(zip(cohort, nearest(own + gamma * losses, own.sum()), strict=True))
-        w = w - SERVER * RATE * step
+        models_of, losses = [], []
+        for i in cohort:
+            w_i, seen = w, []
+            for batch in endless(order_key(number, i), i, "train", BATCH, steps):
+                seen.append(loss(w_i, batch))
+                w_i = w_i - RATE * gradient(w_i, batch)
+            models_of.append(w_i)
+            losses.append(np.mean(seen))
+        share |= dict(zip(cohort, nearest(own + gamma * np.array(losses), own.sum()), strict=True))
+        w = w - SERVER * (w - own @ np.array(models_of) / own.sum())
         models.append(w)
         extra = np.r_[np.mean(models, 0), number + 1] if average else ()
         memory = rows({i: [v] for i, v in share.items()}, [0.0])
