@@ -17,7 +17,7 @@ from fedjax_meta.numerics.related_tasks import relations, safety
 from fedjax_meta.participation import stragglers
 from tests import problems
 from tests.methods.common import build
-from tests.whole_rounds.world import CLASSES, KEY, TRAIN, N, client_key, data, features, flat, near, task, view
+from tests.whole_rounds.world import CLASSES, COHORTS, KEY, TRAIN, N, client_key, data, features, flat, near, task, view
 
 LAMBDA = 0.05
 
@@ -100,6 +100,51 @@ def test_four_rounds_written_out():
         for t, n in enumerate(TRAIN):
             near(state.memory.dual[t, :n], dual[t])
     near(flat(state.model.variables), w, 1e-15)
+
+
+def test_rounds_of_a_part_of_the_clients_written_out():
+    """Who is outside a cohort keeps model and relations, but what it sent last counts in the models of the others."""
+    smoothing = 0.1
+    method = fm.mocha(task(), regularisation=LAMBDA, relation_every=2, smoothing=smoothing, capacity=40)
+    algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, schedule=fm.schedules.given(np.array(COHORTS))))
+    state, step = algorithm.init(KEY, data()), jax.jit(algorithm.round)
+    w = flat(state.model.variables)
+    dual, maps, weights = [np.zeros((n, CLASSES)) for n in TRAIN], np.zeros((N, CLASSES, 5)), np.zeros((N, CLASSES, 5))
+    relation, scale, seen = np.zeros((N, N)), np.full(N, 1 / N), set()
+    for number in range(4):
+        cohort = COHORTS[number % 2]
+        state, info = step(jax.random.fold_in(KEY, number), state, data())
+        assert info.ids.tolist() == list(cohort)
+        for t in cohort:
+            x, sign = inputs(tuple(w), t)
+            for k in range(CLASSES):
+                moved = np.zeros(5)
+                for i in order(client_key(number, t), len(x), len(x)):
+                    y, old = sign[i, k], dual[t][i, k]
+                    margin = 1 - y * x[i] @ (weights[t, k] + moved)
+                    dual[t][i, k] = y * min(1, max(0, LAMBDA * len(x) * margin / (scale[t] * x[i] @ x[i]) + old * y))
+                    moved = moved + scale[t] * (dual[t][i, k] - old) * x[i] / (LAMBDA * len(x))
+            maps[t] = dual[t].T @ x / len(x)
+        seen |= set(cohort)
+        rows = relation.copy()
+        for t in seen:
+            rows[t] = rows[t] if rows[t].any() else np.eye(N)[t] / N
+        if number % 2 == 1:
+            joined = (np.tensordot(rows, maps, 1) / LAMBDA).reshape(N, -1)
+            values, vectors = np.linalg.eigh(joined @ joined.T)
+            root = vectors @ np.diag(np.sqrt(np.maximum(values, 0))) @ vectors.T
+            rows = (1 - smoothing) * root / np.trace(root) + smoothing * np.eye(N) / N
+        rho = max(np.abs(row).sum() / row[t] for t, row in enumerate(rows) if row[t] > 0)
+        for t in cohort:
+            relation[t], scale[t], weights[t] = rows[t], rho * rows[t, t], np.tensordot(rows[t], maps, 1) / LAMBDA
+        near(state.personal.weights, weights)
+        near(state.memory.relation, relation)
+        near(np.asarray(state.memory.step)[sorted(seen)], scale[sorted(seen)])
+        near(state.memory.map, maps)
+    assert len(seen) == N - 1 and np.abs(relation[4, 0]) > 1e-3
+    variables = algorithm.personalize(KEY, state, data().client(2)["test_support"], 2)
+    x = view(2, "test")[0]
+    near(algorithm.predict(variables, x), np.c_[features(w, x), np.ones(len(x))] @ weights[2].T)
 
 
 def converged(method, rounds=150, sigma=None):
