@@ -356,6 +356,38 @@ def test_renewed_statistics_are_those_of_the_model_that_is_tested(task, data):
     assert not np.allclose(own["batch_stats"]["bn1"]["mean"], h.mean(0), rtol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["mtfl", "mtfl_fedavg_adam"])
+def test_fine_tuned_on_its_train_view_a_client_is_tested_after_its_local_training(task, data, name):
+    """With the optimiser that it downloads, and its own slots, where these are federated."""
+    options = {"lr": 0.05, "batch_size": 64, "epochs": 2}
+    alone, tested = build(name, task, cohort_size=1, **options), build(name, task, finetune_epochs=2, **options)
+    state = run(build(name, task, **options), data)
+    after, info = jax.jit(alone.round)(jax.random.key(3), state, data)
+    (client,) = np.asarray(info.ids)
+    found = jax.jit(lambda state: tested.personalize(jax.random.key(0), state, data.client(client)["train"], client))(state)
+    mine = jax.tree.map(lambda leaf: leaf[client], after.personal.variables)
+    expected = masks.merge(mine, masks.split(after.model.variables, masks.resolve("bn", task))[1])
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_fine_tuning_goes_on_with_the_renewed_statistics(task, data):
+    both, first, second = (
+        build("mtfl", task, lr=0.05, batch_size=64, statistics_epochs=statistics, finetune_epochs=steps)
+        for statistics, steps in ((3, 2), (3, 0), (0, 2))
+    )
+    state = run(first, data)
+    support = data.client(1)["train"]
+    expected = first.personalize(jax.random.key(0), state, support, 1)
+    own = masks.split(expected, masks.resolve("bn", task))[0]
+    rows = jax.tree.map(lambda kept, mine: kept.at[1].set(mine), state.personal.variables, own)
+    moved = state._replace(personal=state.personal._replace(variables=rows))
+    expected = second.personalize(jax.random.key(0), moved, support, 1)
+    found = both.personalize(jax.random.key(0), state, support, 1)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_bad_arguments(task):
     without = models.mlp(inputs=6, hidden=(4,), classes=3)
     for mask in ("bn", "bn_affine", "bn_stats"):
