@@ -22,6 +22,7 @@ from tests.whole_rounds.world import (
     WIDTH,
     Library,
     check,
+    data,
     epochs,
     near,
     order_key,
@@ -114,6 +115,12 @@ def test_two_rounds_of_gpfl():
     embedding = v[MODEL : MODEL + EMBEDDING].reshape(CLASSES, WIDTH)
     for i in (KNOWN, LATE):
         near(library.tested(i), np.r_[np.where(PERSONAL, own[i], v), shares[i] @ embedding])
+    # It predicts with the head on the features that are modulated for the client.
+    predictor = library.algorithm.personalize(test_key(), library.last, data().client(KNOWN)["test_support"], KNOWN)
+    (x, _), mine = view(KNOWN, "test"), np.where(PERSONAL, own[KNOWN], v)
+    body, bias, head = unpack(mine[:MODEL])
+    logits = cov(mine, np.tanh(x @ body), shares[KNOWN] @ embedding) @ head + bias
+    near(library.algorithm.predict(predictor, x), logits)
     share = share_of(NEW, "test_support")
     batches = epochs(tagged(test_key(), "order"), NEW, "test_support", BATCH, 2)
     near(library.tested(NEW), np.r_[train(v, batches, share, PERSONAL), share @ embedding])

@@ -8,7 +8,10 @@ FedAS (xiyuanyang45/FedAS, clientas.py 94-114, 171-232, serveras.py 52-59): the 
 of a batch of mean (z - p_k)^2, p_k from the client's last body; clients count by sum over batches of |grad|^2 after training.
 """
 
+from functools import partial
+
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -32,9 +35,9 @@ from tests.whole_rounds.world import (
     client_key,
     cut,
     data,
-    descend,
     epochs,
     features,
+    flat,
     gradient,
     momentum_sgd,
     near,
@@ -94,6 +97,20 @@ def test_two_rounds_of_fedproto(by_samples):
     near(logits, -np.sum((features(own[KNOWN], x)[:, None] - prototypes) ** 2, -1))
 
 
+def test_prototypes_of_fedproto_do_not_follow_the_weighting_of_the_federation():
+    equal, by_samples = (Library(fm.fedproto(task(), lr=RATE), weighting=weighting) for weighting in ("uniform", "samples"))
+    near(flat(equal.last.extra), flat(by_samples.last.extra))
+
+
+def test_fedproto_may_predict_with_its_heads():
+    """Then it does so, although there are prototypes, by which it predicts if nothing is said."""
+    x, variables = view(0, "train")[0], task().init(client_key(0, 0))
+    known = Predictor(variables, Centroids(np.ones((CLASSES, WIDTH)), np.ones(CLASSES, bool)))
+    near(fm.fedproto(task(), predicts_with="head").predict(known, x), task().predict(variables, x))
+    square = np.sum((features(flat(variables), x) - 1) ** 2, -1, keepdims=True)
+    near(fm.fedproto(task()).predict(known, x), -np.repeat(square, CLASSES, 1))
+
+
 def test_a_class_without_prototype_is_the_least_likely_and_without_any_the_head_decides():
     method = fm.fedproto(task())
     variables = task().init(client_key(0, 0))
@@ -144,9 +161,13 @@ def test_two_rounds_of_feddbe(momentum, first_round):
     assert np.abs(shift[KNOWN]).max() > 1e-4
     for i in (KNOWN, LATE, NEW):
         near(library.tested(i), np.r_[w, shift.get(i, np.zeros(WIDTH))])
+    # The head sees the shifted features in a test too.
+    variables = library.algorithm.personalize(test_key(), library.last, data().client(KNOWN)["test_support"], KNOWN)
+    (x, _), (_, bias, head) = view(KNOWN, "test"), unpack(w)
+    near(library.algorithm.predict(variables, x), (features(w, x) + shift[KNOWN]) @ head + bias)
 
 
-@pytest.mark.parametrize("fisher", [True, False])
+@pytest.mark.parametrize(("fisher", "momentum"), [(True, 0.0), (False, 0.6)])
 @written_from(
     "xiyuanyang45/FedAS",
     "1a4f5fd",
@@ -154,9 +175,11 @@ def test_two_rounds_of_feddbe(momentum, first_round):
     "system/flcore/clients/clientas.py:171-232",
     "system/flcore/servers/serveras.py:44-59",
 )
-def test_two_rounds_of_fedas(fisher):
+def test_two_rounds_of_fedas(fisher, momentum):
+    """The optimiser is that of training, also of a new client's head; the alignment is plain SGD whatever it is."""
+    sgd = partial(optax.sgd, momentum=momentum or None)
     options = {"lr": RATE, "align_lr": 0.4, "align_epochs": 2, "align_batch_size": 6, "epochs": 2, "batch_size": BATCH}
-    library = Library(fm.fedas(task(), **options, new_client_epochs=3, fisher=fisher), server_lr=SERVER)
+    library = Library(fm.fedas(task(), **options, new_client_epochs=3, fisher=fisher, optimizer=sgd), server_lr=SERVER)
     w, own, bodies = library.w, {}, {}
     for number, cohort in enumerate(COHORTS):
         trained, amounts = {}, []
@@ -168,7 +191,8 @@ def test_two_rounds_of_fedas(fisher):
                     number_of = np.bincount(y, minlength=CLASSES)[y]
                     dz = 2 * (features(theta, x) - wanted[y]) / (WIDTH * number_of[:, None])
                     theta = theta - 0.4 * through_features(theta, x, dz)
-            trained[i] = descend(theta, RATE, epochs(order_key(number, i), i, "train", BATCH, 2))
+            batches = epochs(order_key(number, i), i, "train", BATCH, 2)
+            trained[i] = momentum_sgd(theta, RATE, batches, EVERY, momentum=momentum)
             amounts.append(sum(np.sum(gradient(trained[i], batch) ** 2) for batch in cut(samples, BATCH)) if fisher else 1)
         mean = np.average([trained[i] for i in cohort], 0, amounts)
         w = np.where(HEAD, w, w + SERVER * (mean - w))
@@ -177,4 +201,5 @@ def test_two_rounds_of_fedas(fisher):
         check((library.first, library.last)[number], number + 1, model=w, personal=personal, memory=memory)
     for i in (KNOWN, LATE):
         near(library.tested(i), np.where(HEAD, own[i], w))
-    near(library.tested(NEW), descend(w, RATE, epochs(tagged(test_key(), "order"), NEW, "test_support", BATCH, 3), HEAD))
+    batches = epochs(tagged(test_key(), "order"), NEW, "test_support", BATCH, 3)
+    near(library.tested(NEW), momentum_sgd(w, RATE, batches, HEAD, momentum=momentum))
