@@ -79,6 +79,43 @@ def test_a_model_that_serves_as_statistic_and_for_collaboration_is_sent_once(nam
     assert costs.traffic(problems.build(name), problems.data()) == Traffic(39 * FLOAT, 39 * FLOAT)
 
 
+BODY, MODEL, CLASSES, FEATURES = 24, 39, 3, 4
+HEAD = MODEL - BODY
+BYTES = {
+    # (down, up). Some methods send one number more: an amount of a client, or its loss.
+    "feddyn": (FLOAT * MODEL, FLOAT * MODEL),
+    "scaffold": (FLOAT * 2 * MODEL, FLOAT * 2 * MODEL),
+    "fednova": (FLOAT * MODEL, FLOAT * (MODEL + 1)),
+    "qfedavg": (FLOAT * MODEL, FLOAT * (MODEL + 1)),
+    # lambda_k comes down; up go lambda_k as what divides the sum, the same as what is projected, and the loss.
+    "afl": (FLOAT * (MODEL + 1), FLOAT * (MODEL + 3)),
+    "ditto": (FLOAT * MODEL, FLOAT * MODEL),
+    "fedala": (FLOAT * MODEL, FLOAT * MODEL),
+    "moon": (FLOAT * MODEL, FLOAT * MODEL),
+    "knn_per": (FLOAT * MODEL, FLOAT * MODEL),
+    "fedrod": (FLOAT * MODEL, FLOAT * MODEL),
+    "heur_fedamp": (FLOAT * MODEL, FLOAT * MODEL),
+    "fedfomo": (FLOAT * MODEL, FLOAT * MODEL),
+    "lg_fedavg": (FLOAT * HEAD, FLOAT * HEAD),
+    "fedas": (FLOAT * BODY, FLOAT * (BODY + 1)),
+    # The server's model in the warm-up, the mixture after it; one model up.
+    "pfedsim": (FLOAT * MODEL, FLOAT * MODEL),
+    # The global and the customised model; a model up and a bit, here a byte, for each critical entry.
+    "fedcac": (FLOAT * 2 * MODEL, FLOAT * MODEL + MODEL),
+    "fedproto": (FLOAT * CLASSES * FEATURES + CLASSES, FLOAT * (CLASSES * FEATURES + CLASSES)),
+    "feddbe": (FLOAT * (MODEL + FEATURES) + 1, FLOAT * (MODEL + FEATURES)),
+    # Embeddings of the classes, and two dense layers with scale and shift, beside the body.
+    "gpfl": (FLOAT * (BODY + CLASSES * FEATURES + 2 * (FEATURES**2 + 3 * FEATURES)),) * 2,
+    # A linear model of the features and a 1 for each class.
+    "mocha": (FLOAT * CLASSES * (FEATURES + 1),) * 2,
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_methods_that_send_more_or_less_than_a_model(name):
+    assert costs.traffic(problems.build(name), problems.data()) == Traffic(*BYTES[name])
+
+
 def rules(**overrides):
     task = problems.task()
     everything = masks.everything(task)
