@@ -61,6 +61,38 @@ def test_running_statistics_move_by_one_sample_too(name):
         assert problems.finite(variables) and problems.finite(algorithm.predict(variables, jnp.ones((2, 5))))
 
 
+@pytest.mark.parametrize("name", ["qfedavg", "fedas", "heur_fedamp", "fedcac"])
+def test_running_statistics_weigh_nothing(name):
+    """Training reads none, so that in two rounds other ones change no parameter: neither weights nor mixtures look at them."""
+    task, options = problems.normed_task(), {"fedas": {"align_epochs": 0}}.get(name, {})
+
+    def shifted(key):
+        variables = task.init(key)
+        return {**variables, "batch_stats": jax.tree.map(lambda leaf: 3 * leaf + 5, variables["batch_stats"])}
+
+    found = []
+    for one in (task, task._replace(init=shifted)):
+        method = fm.METHODS[name](one, batch_size=16, epochs=1, **options)
+        algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1))
+        step, state = jax.jit(algorithm.round), algorithm.init(KEY, problems.data())
+        for _ in range(2):
+            state, _ = step(jax.random.fold_in(KEY, state.round), state, problems.data())
+        leaves = jax.tree_util.tree_leaves_with_path((state.model, state.personal, state.memory))
+        found.append([leaf for path, leaf in leaves if "batch_stats" not in path_names(path)])
+    assert problems.distance(*found) < 1e-12
+
+
+def test_running_statistics_are_never_critical_parameters():
+    """FedCAC's clients train and test with the global ones, though theirs changed as much as any parameter."""
+    algorithm = fm.federate(fm.fedcac(problems.normed_task(), share=1.0), fm.Federation(cohort_size=3, devices=1, lanes=1))
+    state, _ = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), problems.data())
+    client = int(np.argmax(state.seen))
+    variables = algorithm.personalize(KEY, state, problems.data().client(client)["test_support"], client)
+    own = jax.tree.map(lambda leaf: leaf[client], state.personal)
+    assert problems.leaves_equal(variables["batch_stats"], state.extra["batch_stats"])
+    assert problems.distance(own["batch_stats"], state.extra["batch_stats"]) > 1e-3
+
+
 def test_learned_rates_move_running_statistics_as_fixed_ones_do():
     """In the first round both adapt with the same rate, so that the query pass sees the same model."""
     rounds = []
