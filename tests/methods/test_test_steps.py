@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -22,6 +23,8 @@ OWN_RATE = {
     "fedavg_one_step": ("finetune_lr", {"lr": 0.2}),
     "fedavg_meta": ("finetune_lr", {"lr": 0.2}),
     "fedprox": ("finetune_lr", {"lr": 0.2, "finetune_epochs": 1}),
+    "scaffold": ("finetune_lr", {"lr": 0.2, "finetune_epochs": 1}),
+    "moon": ("finetune_lr", {"lr": 0.2, "finetune_epochs": 1, "optimizer": optax.sgd}),
 }
 
 
