@@ -18,6 +18,10 @@ def length(tree):
     return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree))))
 
 
+def absolute(tree):
+    return float(sum(np.sum(np.abs(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
 def test_weights_are_gains_by_distance_and_only_the_better_models_count():
     weight, share = takeover(jnp.array([0.6, -0.5, 0.2, 9.0]), jnp.array([2.0, 1.0, 1.0, 1.0]), jnp.array([1, 1, 1, 0], bool))
     np.testing.assert_allclose(weight, [0.3, -0.5, 0.2, 0])
@@ -111,8 +115,25 @@ def test_a_client_compares_with_the_models_that_it_downloads_and_preferences_cho
     assert changed[[0, 1, 3, 4, 6]][:, [2, 5]].all()
 
 
-def test_a_new_client_weighs_all_models_on_its_support_set():
-    algorithm = fedfomo(**{**FULL, "lr": 0.3})
+def test_exploration_falls_round_by_round_to_none():
+    """With probabilities 1, 0.5 and then 0, preferences decide nothing in the first round and everything from the third on."""
+    algorithm = fedfomo(**{**FULL, "lr": 0.3}, downloads=1, exploration=1.0, exploration_decay=0.5)
+    state = start(algorithm)
+    before = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], 7, 0), state.model)
+    memory = state.memory._replace(preference=jnp.zeros((7, 7)).at[:, 2].set(5.0), before=before)
+    state = state._replace(memory=memory, seen=jnp.ones(7, bool))
+    others, preferred = [0, 1, 3, 4, 5, 6], {}
+    for number in (0, 1, 2, 3, 4):
+        after = run(algorithm, 1, state._replace(round=jnp.full_like(state.round, number)))
+        preferred[number] = np.asarray(after.memory.preference != memory.preference)[others, 2].sum()
+    assert [preferred[number] == 6 for number in (0, 2, 3, 4)] == [False, True, True, True]
+    # A half of the 6 explores, and one of these 3 in 6 draws client 2.
+    assert preferred[0] < preferred[1] < 6
+
+
+@pytest.mark.parametrize(("distance", "length"), [("euclidean", length), ("absolute", absolute)])
+def test_a_new_client_weighs_all_models_on_its_support_set(distance, length):
+    algorithm = fedfomo(**{**FULL, "lr": 0.3}, distance=distance)
     state = run(algorithm, 2)
     before = loss(state.model, 3, "test_support")
     gains = np.array([before - loss(of(state.personal, n), 3, "test_support") for n in range(7)])
