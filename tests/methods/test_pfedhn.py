@@ -11,7 +11,7 @@ import fedjax_meta as fm
 from fedjax_meta import masks
 from fedjax_meta.federation import Federation
 from tests import problems
-from tests.methods.common import KEY, buffered, build, compiled, loss, personalized, run
+from tests.methods.common import KEY, buffered, build, compiled, gradient, loss, personalized, run
 
 OPTIONS = {"width": 8, "hidden": 1, "embedding_size": 3, "lr": 0.1, "batch_size": 8}
 FEDERATION = Federation(cohort_size=4, devices=1)
@@ -80,6 +80,17 @@ def test_a_new_client_fits_an_embedding_to_its_support_set():
     known = personalized(algorithm, state, one)
     assert problems.leaves_equal(known, personalized(unfitted, state, one))
     assert problems.distance(known, personalized(algorithm, state, other)) > 1e-6
+
+
+def test_a_new_client_of_pfedhn_pc_fits_its_head_too():
+    """The first step of Adam is a rate long in every coordinate, against the sign of the gradient of the support set."""
+    options = {"personal": "head", "local_steps": 5, "new_client_lr": 0.01}
+    fits, stays = (pfedhn(new_client_steps=count, **options) for count in (1, 0))
+    state = run(fits, 2)
+    before, after = (personalized(one, state, None, of_client=3)["head"] for one in (stays, fits))
+    assert problems.leaves_equal(before, state.model.own["head"])
+    slope = gradient(personalized(stays, state, None, of_client=3), 3, "test_support")["head"]
+    assert problems.distance(after, jax.tree.map(lambda w, g: w - 0.01 * np.sign(g), before, slope)) < 1e-6
 
 
 def test_a_default_embedding_size_for_another_number_of_clients_is_warned_about():
