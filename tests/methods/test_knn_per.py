@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_meta.methods.knn_per import first_ones, in_fixed_order, trained_on
+import fedjax_meta as fm
+from fedjax_meta.methods.knn_per import Datastore, first_ones, in_fixed_order, trained_on, votes
 from tests import problems
 from tests.methods.common import KEY, batch, build, personalized, run, start
 
@@ -105,6 +106,35 @@ def test_a_client_chooses_the_share_with_the_best_leave_one_out_likelihood(valid
         scores = [np.sum(np.log((m * near + (1 - m) * model)[rows, y] + 1e-12)[counts]) for m in tries]
         chosen = personalized(algorithm, state, client, "train").mixing
         np.testing.assert_allclose(chosen, tries[np.argmax(scores)], atol=1e-9)
+
+
+def test_a_client_too_small_to_leave_a_sample_out_chooses_on_all():
+    """0.1 of 8 samples is none, so that the choice is that of a share of 0: all for the neighbours, since the model is wrong."""
+    few, x = np.array([0, 1, 4, 5]), np.asarray(problems.data().x)
+    state = run(build("fedavg", **OPTIONS), 2)
+    y = np.argmin(np.asarray(problems.task().predict(state.model, x[few])), 1)
+    data = fm.from_clients(
+        [(np.r_[x[few], x[few] + 1e-3], np.r_[y, y])], num_classes=3, views={"train": (np.array([0]), np.array([8]))}
+    )
+    found = []
+    for share in (0.0, 0.1):
+        algorithm = knn_per(neighbours=1, validation_share=share)
+        found.append(float(algorithm.personalize(KEY, state, data.client(0)["train"], None).mixing))
+    assert found == [1, 1]
+
+
+def test_a_share_of_samples_is_rounded_down_but_for_the_rounding_of_the_machine():
+    """0.29 * 100 is 28.999999999999996."""
+    sizes, shares = (100, 5, 4, 10, 7), (0.29, 0.2, 0.2, 0.3, 0.5)
+    kept = [n - int(trained_on(jnp.asarray(n), share)) for n, share in zip(sizes, shares, strict=True)]
+    assert kept == [29, 1, 0, 3, 3]
+
+
+def test_neighbours_that_are_all_far_away_still_vote():
+    keys = jnp.array([[1e3, 0.0], [0.0, 1.1e3], [0.0, 9e9]])
+    store = Datastore(None, keys, jnp.array([2, 1, 0]), jnp.array([True, True, False]), jnp.zeros(()))
+    found = votes(store, jnp.array([[0.0, 0.0], [10.0, 900.0]]), 3, 2, 1.0)
+    np.testing.assert_allclose(found, [[0, 0, 1], [0, 1, 0]], atol=1e-12)
 
 
 def test_a_client_with_fewer_samples_than_neighbours_uses_all_of_them():
