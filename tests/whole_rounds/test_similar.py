@@ -13,6 +13,8 @@ import pytest
 
 import fedjax_meta as fm
 from fedjax_meta.aggregate.ranks import kth_largest
+from fedjax_meta.methods.fedcac import critical as marks_of
+from fedjax_meta.methods.fedcac import overlaps
 from fedjax_meta.methods.pfedsim import class_rows
 from tests import problems
 from tests.authors.source import written_from
@@ -94,6 +96,19 @@ def critical(before, after, share):
         least = np.sort(score)[::-1][int(share * len(score)) - 1]
         marks[leaf] = score >= least
     return marks
+
+
+def test_what_has_not_changed_is_not_critical_and_without_critical_entries_nobody_is_near():
+    before, after = np.arange(1.0, 9.0), np.arange(1.0, 9.0)
+    assert not np.any(marks_of(jnp.asarray(before), jnp.asarray(after), 0.5))
+    after[[2, 5, 6]] += np.array([0.1, -0.2, 0.3])
+    # Half of the 8 would be 4, of which one has a score of 0.
+    assert np.flatnonzero(marks_of(jnp.asarray(before), jnp.asarray(after), 0.5)).tolist() == [2, 5, 6]
+    assert np.flatnonzero(marks_of(jnp.asarray(before), jnp.asarray(after), 0.25)).tolist() == [5, 6]
+    assert not np.any(marks_of(jnp.asarray(before), jnp.asarray(after), 0.1))
+    marks = jnp.array([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]], bool)
+    expected = [[1, 1 - 3 / 4, 1 - 2 / 4], [1 - 3 / 6, 1, 1 - 3 / 6], [0, 0, 0]]
+    near(overlaps(marks), expected, 1e-12)
 
 
 def test_the_patience_of_fedcac_is_a_round_at_least():
