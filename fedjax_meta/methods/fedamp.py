@@ -152,8 +152,10 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
         else:
             if relative:
                 warn_if_capped(step, width, len(flat))
-            # A common shift changes no distance, but it costs digits.
-            flat = flat - jnp.mean(flat, 0, keepdims=True)
+            # A common shift changes no distance, but it costs digits. One that follows a model that never came could cost all.
+            came = cohort.returned[:, None]
+            centre = jnp.sum(jnp.where(came, flat, 0), 0, keepdims=True) / jnp.maximum(jnp.sum(came), 1)
+            flat = jnp.where(came, flat - centre, 0)
             weights = attention(flat @ flat.T, cohort.returned, step=step, width=width, relative=relative)
         return cohort.personal, combine(weights, cohort.personal), {"own_share": jnp.diagonal(weights)}
 
