@@ -339,11 +339,13 @@ def by_scenario(systems: Sequence[Finished], *, reference: str | None = None, ta
     """
     if reference is not None:
         checks.one_of("reference", reference, [one.title for one in systems])
+    anybody = target is not None and any(_measured(one, target) for one in systems)
     groups = []
     for task in dict.fromkeys(one.task for one in systems):
         mine = [one for one in systems if one.task == task]
         here = reference if reference in [one.title for one in mine] else None
-        groups.append(compared(mine, reference=here, target=target))
+        goal = target if target is None or not anybody or any(_measured(one, target) for one in mine) else None
+        groups.append(compared(mine, reference=here, target=goal))
     return groups
 
 
@@ -353,7 +355,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     Args:
       systems: at least one, all of one task.
       reference: title of the one that the others are compared with; the first when not given.
-      target: what the known clients' mean should reach.
+      target: what the known clients' mean should reach. User accuracy may be recorded for some systems only.
 
     Raises:
       ValueError: no such reference, a target in a score that was not measured.
@@ -364,6 +366,7 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
     first = systems[0 if reference is None else titles.index(reference)]
     federated = [one for one in systems if not one.pooled]
     held = {method: next((one for one in federated if one.method == method), None) for method in results.REFERENCES}
+    nobody = target is not None and not any(_measured(one, target) for one in systems)  # then the first one says so
     rows = []
     for one in systems:
         new = one.by_client(NEW) if baselines.trained(NEW, one.alone) else {}
@@ -384,10 +387,15 @@ def compared(systems: Sequence[Finished], *, reference: str | None = None, targe
                 None if one is first else difference(one, first, KNOWN),
                 None if one is first else difference(one, first, NEW),
                 behind,
-                None if target is None else reached(one, target),
+                reached(one, target) if target is not None and (nobody or _measured(one, target)) else None,
             )
         )
     return rows
+
+
+def _measured(one: Finished, target: Target) -> bool:
+    """Whether a target can be looked for; user accuracy is recorded of the systems that the study names."""
+    return target.name != targets.USER_ACCURACY or any(row["train"].get(target.name) for row in one.trials[0].rows)
 
 
 def reached(one: Finished, target: Target) -> Reached:

@@ -121,6 +121,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
             said.append(f"Targets of shares are in percent: the one here is {reached.target.value:g} %.")
         if reached.target.name != USER_ACCURACY:  # which is known of every round
             said.append("Rounds are those of tests, so that they are as fine as the tests are close.")
+        others = [row.system.title for row in rows if row.reached is None]
+        if others:
+            said.append(f"User accuracy was not recorded of {', '.join(others)}.")
         said.append(
             "MB: of a client in every round, down and up. Seconds: training and testing, without compilation; seeds that trained "
             "side by side share their wall-clock, so compare systems with equally many."
@@ -264,4 +267,5 @@ def _reached(values: np.ndarray) -> str:
     missed = int(np.isinf(values).sum())
     if missed:
         return "never" if missed == values.size else f"never in {missed} of {values.size}"
-    return report.Kind("", False, False).spread(*report.over_seeds(values))
+    mean, deviation = report.over_seeds(values)
+    return f"{mean:.4g} ±0" if deviation == 0 else report.Kind("", False, False).spread(mean, deviation)

@@ -337,6 +337,19 @@ def test_user_accuracy_reaches_a_target_in_its_round_and_at_the_time_of_the_next
     assert (found.rounds[0], found.megabytes[0], found.seconds[0]) == (7, 7, 4)
 
 
+def test_a_target_in_user_accuracy_concerns_the_systems_of_which_it_was_recorded():
+    """Central training never has it, and a study may name some systems only."""
+    some = compare.Finished("a", "s", "abc", [errors(seed, [1.0], user=[0.1] * 6 + [0.9] * 4) for seed in (0, 1)], traffic=1e6)
+    other = compare.Finished("b", "s", "abc", [errors(seed, [1.0]) for seed in (0, 1)])
+    goal = compare.Target(80, "user_accuracy")
+    ((row, none), (alone,)) = compare.by_scenario([other._replace(fingerprint="xyz"), some, other], target=goal)[::-1]
+    assert row.reached.rounds.tolist() == [7, 7] and none.reached is None and alone.reached is None
+    assert comparison.tables([row, none])[-1].rows == [["a", "7 ±0", "7 ±0", "4 ±0"]]
+    assert "User accuracy was not recorded of b." in comparison.notes([row, none])
+    with pytest.raises(ValueError, match="no user_accuracy was recorded"):
+        compare.by_scenario([other], target=goal)
+
+
 def test_user_accuracy_counts_until_the_round_before_a_divergence():
     trial = errors(0, [1.0], user=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     trial.rows[1]["faults"] = [{"round": 8, "diverged": True}]
