@@ -172,7 +172,7 @@ def test_the_success_of_a_backdoor_on_the_page_is_a_share_of_marked_samples():
 
 ELSEWHERE = {
     "README.md": 3,
-    "deployment.md": 3,
+    "deployment.md": 4,
     "models.md": 7,
     "new_method.md": 2,
     "reports.md": 1,

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -78,7 +79,7 @@ def test_the_logger_of_the_page_logs(capsys):
 
 def test_the_code_of_the_page_on_deployment(tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
-    loader, module, apps = blocks("deployment.md")
+    loader, module, newcomer, apps = blocks("deployment.md")
     monkeypatch.chdir(tmp_path)
     kernel = np.arange(640, dtype=np.float32).reshape(64, 10)
     export.save("client3.safetensors", {"params": {"head": {"kernel": kernel, "bias": np.zeros(10, np.float32)}}})
@@ -86,9 +87,15 @@ def test_the_code_of_the_page_on_deployment(tmp_path, monkeypatch):
     exec(loader + module, names)
     x = np.ones((2, 8, 8, 1), np.float32)
     np.testing.assert_allclose(names["LogisticRegression"]().apply(names["variables"], x), x.reshape(2, -1) @ kernel)
+    exec(newcomer, names)
+    clients = from_tree(TREE).scenarios["pairs"].build()
+    method = fm.fedavg(clients.task, lr=0.1, finetune_epochs=50)
+    x, y = np.random.default_rng(0).random((5, 8, 8, 1), np.float32), np.array([0, 1, 0, 1, 1])
+    state = fm.federate(method).init(jax.random.key(0), clients.train)
+    variables = names["model_of_new_client"](method, state, x, y, 10)
+    assert np.argmax(method.predict(variables, x), -1).tolist() == y.tolist()  # it has adapted on all five
     exec(apps, names)
     pytest.importorskip("flwr")
-    clients = from_tree(TREE).scenarios["pairs"].build()
     assert len(names["apps"](clients.task, clients.train)) == 2
 
 
