@@ -34,8 +34,7 @@ def is_real(dtype: Any) -> bool:
 def instance(name: str, value: Any, wanted: type, example: str) -> None:
     """Raises `ValueError` unless `value` is a `wanted`; `example` says how to make one."""
     if not isinstance(value, wanted):
-        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
-        raise ValueError(f"{name} must be {article} {wanted.__name__}, e.g. {example}, not {shown(value)}")
+        raise ValueError(f"{name} must be a {wanted.__name__}, e.g. {example}, not {shown(value)}")
 
 
 def _concrete(value: Any) -> bool:

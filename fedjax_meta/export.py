@@ -23,7 +23,9 @@ import numpy as np
 
 from fedjax_meta import checks, disk
 from fedjax_meta.algorithm import Algorithm, State, check_known, check_one_run, rows_with_ids
+from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
+from fedjax_meta.rounds.assemble import as_algorithm
 from fedjax_meta.types import Key, PyTree, Variables
 
 _TYPES = (
@@ -135,12 +137,19 @@ def load(path: str | Path, like: PyTree = None) -> PyTree:
 
 
 def personal(
-    algorithm: Algorithm, key: Key, state: State, data: FederatedData, client: int, *, support: str, known: bool = True
+    method: Method | Algorithm,
+    key: Key,
+    state: State,
+    data: FederatedData,
+    client: int,
+    *,
+    support: str,
+    known: bool = True,
 ) -> Variables:
     """The model that one client predicts with, after whatever its method does with its support view.
 
     Args:
-      algorithm: what was trained.
+      method: what was trained, or the algorithm that holds it.
       key: of the test, as `evaluation.evaluate` takes it: the model is the one that is tested there.
       state: of the training.
       data: the clients.
@@ -149,10 +158,11 @@ def personal(
       known: whether these are the clients of the training.
 
     Raises:
+      TypeError: neither a method nor an algorithm.
       ValueError: no such client or view, a state of another method or model, known clients that are not as many as those of the
         training, arguments of another kind.
     """
-    checks.instance("algorithm", algorithm, Algorithm, "fm.federate(fm.fedavg(task))")
+    algorithm = as_algorithm(method)
     checks.instance("state", state, State, "algorithm.init(key, data)")
     checks.prng_key("key", key)
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")

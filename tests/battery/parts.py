@@ -234,8 +234,8 @@ EXPORTS = {
     "an export with a header of 2^64 bytes": Row(lambda: _file(b"\xff" * 8 + b"{}"), ("is no safetensors file",)),
     "an export of another shape": Row(lambda: _other({"a": ONE}, {"a": np.ones(2)}), ("holds other leaves: ['a'] is", "[2]")),
     "an export of other leaves": Row(lambda: _other({"a": ONE}, {"b": ONE}), ("holds other leaves: a is not wanted",)),
-    **rows(export.personal, {"algorithm": ALGORITHM, "key": KEY, "state": STATE, "data": DATA, "client": 0, "support": "train"}, [
-        ("algorithm", None, "algorithm must be an Algorithm"),
+    **rows(export.personal, {"method": ALGORITHM, "key": KEY, "state": STATE, "data": DATA, "client": 0, "support": "train"}, [
+        ("method", None, "takes a method such as fm.fedavg(task), not NoneType"),
         ("state", None, "state must be a State"),
         ("key", 0, "key=0 must be a JAX PRNG key"),
         ("client", 99, "client=99 must be an integer in [0, 7)"),
