@@ -145,6 +145,26 @@ def test_a_loss_that_exploded_is_told_though_its_point_wins_by_accuracy():
     assert tuning.exploded([without], {"lr": 0.1}, Tuning()) is None
 
 
+def test_a_remark_says_how_few_clients_had_no_finite_loss():
+    """Training went on: only their models are to blame. With all of them, or after a lost round, it says nothing."""
+    nan, clients = float("nan"), type("Clients", (), {"orders": 1, "new": None})()
+
+    def first(*of_seeds, faults=()):
+        trials = []
+        for seed, loss in enumerate(of_seeds):
+            one = ended([0.5] * len(loss), seed=seed, diverged=None if np.isfinite(loss).all() else 60)
+            one.rows[-1]["tests"]["known"]["loss"], one.rows[-1]["faults"] = loss, faults
+            trials.append(one)
+        return results._remarks(study(), outcome("fedavg", trials), clients)[0]
+
+    assert first([1.0, nan, 2.0], [1.0, 1.0, 1.0]) == (
+        "diverged at round 60 in 1 of 2 seeds: 1 of 3 known clients had no finite loss"
+    )
+    assert first([1.0, np.inf, 2.0], [nan, nan, 1.0]) == "diverged at round 60: 1 to 2 of 3 known clients had no finite loss"
+    assert first([nan, nan]) == "diverged at round 60"
+    assert first([1.0, nan], faults=[{"round": 59, "diverged": True}]) == "diverged at round 60"
+
+
 def test_a_gap_that_is_not_known_is_empty():
     def some(title, **more):
         return compare.Finished(title, "pairs", "abc", [ended([0.9], new=[0.8], **more), ended([0.7], seed=1, new=[0.6])])
