@@ -110,7 +110,7 @@ ROWS = (
     Row(r"python -m experiments\.leaderboard --(list|changed)", quick=True),
     Row(r"fedjax-meta (runs|clients|compare|export|preset) .*"),
     Row(
-        r"python -m experiments\.(reproduce|leaderboard) --data-dir DIR( --hours 3)?|python -m experiments\.reproduce",
+        r"python -m experiments\.(reproduce|leaderboard) --data-dir DIR( --hours 3| --missing)?|python -m experiments\.reproduce",
         "--hours 0",
     ),
     Row(r"python -m experiments\.published_cohorts", "--rounds 2"),

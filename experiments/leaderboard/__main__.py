@@ -3,7 +3,8 @@
 `experiments/leaderboard/runs.yaml` is the list of runs, and `experiments/leaderboard.yaml` is the study.
 
 - `--list` shows what is done.
-- `--hours` runs what is missing.
+- `--hours` runs what is missing until the time is over. With `--missing`, rows that the docs have are not run again where the
+  folder of a run is gone.
 - `--write-docs` makes docs/leaderboard/ and the page.
 - `--new-clients` and `--count-flops` add measurements that rows lack.
 - `--beside` shows where a run of one's own stands.
@@ -30,6 +31,14 @@ def main(
     only: running.Only = None,
     hours: running.Hours = None,
     data_dir: running.DataDir = None,
+    missing_: Annotated[
+        bool,
+        typer.Option(
+            "--missing",
+            help="Only systems without a current row in docs/, and those whose best value is at an end of a grid that may move "
+            "further now.",
+        ),
+    ] = False,
     count_flops: Annotated[bool, typer.Option(help="Count the FLOPs of rows that lack them, and stop.")] = False,
     new_clients: Annotated[
         bool,
@@ -66,6 +75,8 @@ def main(
     `python -m experiments.leaderboard --list`
 
     `python -m experiments.leaderboard --data-dir DIR --hours 3 --only mnist_small,uci_har`
+
+    `python -m experiments.leaderboard --data-dir DIR --hours 3 --missing`
 
     `python -m experiments.leaderboard --data-dir DIR --count-flops`
 
@@ -113,6 +124,9 @@ def main(
             for line in page.write(chosen, listed, runs, data_dir):
                 console.print(line, soft_wrap=True, markup=False)
         else:
+            chosen = missing.lacking(chosen, board.read_lines()) if missing_ else chosen
+            if not chosen:
+                console.print(f"{board.RAW} has all of it", soft_wrap=True, markup=False)
             raise typer.Exit(running.run_all(chosen, runs, data_dir, hours))
 
 

@@ -41,7 +41,7 @@ class Line(NamedTuple):
     Attributes:
       scenario, system, method, seed: what was run; rows without training have no method.
       chosen: the point of the grid, as in `lr=0.1`; tried: how many points there were; edge: the numbers of which
-        the least or the largest value was chosen.
+        the least or the largest value was chosen; extend: how often the grid might move on.
       rounds: of the run.
       known, worst, new: means over known clients, over the tenth of them with the worst scores, and over new clients.
       behind: share of the known clients that do worse than by local training, in percent; of the mean over seeds.
@@ -70,6 +70,7 @@ class Line(NamedTuple):
     chosen: str = ""
     tried: int = 0
     edge: str = ""
+    extend: int = 0
     rounds: int = 0
     known: float = NAN
     worst: float = NAN
@@ -252,6 +253,7 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
                 chosen=" ".join(f"{name}={value:g}" for name, value in trial.numbers.items()),
                 tried=len(points),
                 edge=" ".join(tuning.at_edge(points, trial.numbers)),
+                extend=cell.study.tuning.extend,
                 rounds=trial.rows[-1]["round"],
                 **scores_of(row, number),
                 behind=row.behind.get(LOCAL, NAN),

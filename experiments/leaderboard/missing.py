@@ -1,13 +1,15 @@
 """What the leaderboard lacks: systems of the list that were not run, and missing measurements of systems that were run."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 from experiments.leaderboard import board
-from experiments.leaderboard.board import Line
+from experiments.leaderboard.board import LOCAL, Line
 from experiments.leaderboard.newcomers import Tested
 from experiments.reproduce.run_list import Run
 from fedjax_meta import report
+from fedjax_meta.study import Study
 
 
 def rows_there(run: Run, lines: Mapping[str, Sequence[Line]]) -> str:
@@ -22,6 +24,34 @@ def _rows_of(run: Run, lines: Mapping[str, Sequence[Line]]) -> tuple[list[str], 
     wanted = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
     missing = [system for scenario, system in wanted if system not in {line.system for line in lines.get(scenario, ())}]
     return [system for _, system in wanted], missing
+
+
+def lacking(runs: Sequence[Run], lines: Mapping[str, Sequence[Line]]) -> list[Run]:
+    """The runs with systems without a current row, with these systems and their share of the hours.
+
+    Those whose best value is at an end of a grid that may move further now are among them, and so is the local training that a
+    run measures its systems by.
+    """
+    found = []
+    for run in runs:
+        study = run.load()
+        places = [(scenario, system) for scenario in study.scenarios for system in study.systems_on(scenario)]
+        names = {system for scenario, system in places if _is_lacking(run, study, scenario, system, lines.get(scenario, ()))}
+        if names:
+            local = [name for name, system in study.systems.items() if system.method == LOCAL][:1]
+            systems = [name for name in study.systems if name in {*names, *local}]
+            hours = round(run.hours * len(systems) / len(study.systems), 2)
+            found.append(dataclasses.replace(run, systems=systems, hours=hours))
+    return found
+
+
+def _is_lacking(run: Run, study: Study, scenario: str, system: str, lines: Sequence[Line]) -> bool:
+    rows = [line for line in lines if line.system == system]
+    mine = [line for line in rows if line.run == run.name]
+    if not mine:
+        return not rows
+    could_move_on = bool(mine[0].edge) and mine[0].extend < study.tuning.extend
+    return could_move_on or mine[0].said != board.said(study, scenario, system)
 
 
 def section(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]]) -> list[str]:

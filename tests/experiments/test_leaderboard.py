@@ -256,6 +256,7 @@ def test_a_grid_that_moves_on_says_so(tmp_path):
         found.append(board.extract([listed], tmp_path)["pairs"][0])
     first, second = found
     assert (first.chosen, first.edge, first.tried) == ("lr=0.01", "lr", 3)
+    assert (first.extend, second.extend) == (0, 2)
     assert second.tried == 5 and second.chosen in ("lr=0.0333", "lr=0.111") and second.said == first.said
 
 
@@ -545,6 +546,24 @@ def test_what_was_not_run_is_listed(folder, lines):
     waiting = text.partition("## Not run yet")[2].partition("Measurements")[0]
     assert "fedavg\\_ft" in waiting and "local\\_only" not in waiting
     assert "| all |" in pages.page([listed], {}).partition("## Not run yet")[2]
+
+
+def test_only_systems_without_a_current_row_are_run(folder, lines):
+    """The local training that they are measured by is run beside them; rows at an end of their grid wait until it may move on."""
+    listed, _ = folder
+    moves, at_end = replace(listed, settings=["tuning.extend=2"]), [line._replace(edge="lr") for line in lines]
+    (narrowed,) = missing.lacking([listed], {"pairs": of(lines, "local_only")})
+    assert narrowed.systems == ["fedavg_ft", "local_only"] and narrowed.hours == listed.hours
+    (narrowed,) = missing.lacking([listed], {"pairs": of(lines, "fedavg_ft")})
+    assert narrowed.systems == ["local_only"] and narrowed.hours == listed.hours / 2
+    for run_, some in ((listed, lines), (listed, at_end), (moves, [line._replace(edge="") for line in lines])):
+        assert missing.lacking([run_], {"pairs": some}) == []
+    assert [one.systems for one in missing.lacking([moves], {"pairs": at_end})] == [["fedavg_ft", "local_only"]]
+    assert missing.lacking([moves], {"pairs": [line._replace(extend=2) for line in at_end]}) == []  # it could not
+    other = replace(listed, settings=["systems.fedavg_ft.options.epochs=2"])
+    assert [one.systems for one in missing.lacking([other], {"pairs": lines})] == [["fedavg_ft", "local_only"]]
+    # A row of another run is a row.
+    assert missing.lacking([replace(listed, name="others")], {"pairs": lines}) == []
 
 
 def test_systems_that_the_list_asks_for_elsewhere_alone_are_listed():
