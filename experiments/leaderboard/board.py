@@ -380,21 +380,44 @@ def rewrite(row: Line, **fields: Any) -> None:
     disk.write_text(RAW / f"{row.scenario}.csv", to_csv(lines))
 
 
-def kept(fresh: Iterable[Line], committed: Iterable[Line]) -> list[Line]:
-    """Fresh lines with what was found out later about committed ones of the same training: FLOPs, and which code gives it too."""
-    known = {_training(line): line for line in committed}
+def kept(fresh: Sequence[Line], committed: Iterable[Line]) -> list[Line]:
+    """Fresh lines with what was found out later about committed ones of the same training: FLOPs, and which code gives it too.
+
+    Where other code trained a committed row again with the same results for all seeds, that row stays, and is confirmed by it.
+    """
+    rows, known = _by_row(committed), {}
+    for row, lines in _by_row(fresh).items():
+        old = {line.seed: line for line in rows.get(row, ())}
+        same = {line.seed: _result(line) for line in lines} == {seed: _result(line) for seed, line in old.items()}
+        known |= {(row, seed): (line, same) for seed, line in old.items()}
 
     def with_later(line: Line) -> Line:
-        old = known.get(_training(line))
-        if old is None:
-            return line
-        confirmed = {name: getattr(old, name) for name in ("again", "moved", "made", "runner")} if old.again else {}
-        return line._replace(flops=old.flops, **confirmed)
+        old, same = known.get(((line.run, line.system), line.seed), (None, False))
+        if old is not None and training(line) == training(old):
+            confirmed = {name: getattr(old, name) for name in ("again", "moved", "made", "runner")} if old.again else {}
+            return line._replace(flops=old.flops, **confirmed)
+        if old is not None and same:
+            now = {name: getattr(line, name) for name in ("tried", "edge", "extend", "made", "runner")}
+            return old._replace(again=line.commit, moved=NAN, **now)
+        return line
 
-    return [with_later(line) for line in fresh]
+    return list(map(with_later, fresh))
 
 
-def _training(line: Line) -> tuple[str, ...]:
+def _by_row(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
+    """The lines of each system of a run."""
+    found: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        found.setdefault((line.run, line.system), []).append(line)
+    return found
+
+
+def _result(line: Line) -> tuple[str, ...]:
+    return (line.chosen, line.said, line.data, *(str(written(score)) for score in (line.known, line.worst, line.new)))
+
+
+def training(line: Line) -> tuple[str, ...]:
+    """By what two lines tell of one training."""
     return (line.run, line.system, str(line.seed), line.chosen, line.commit, line.said, str(written(line.known)))
 
 

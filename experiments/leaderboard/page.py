@@ -19,6 +19,8 @@ PAGE = board.DOCS / "leaderboard.md"
 NEW = board.RAW / "new_clients"
 REFERENCE = "fedavg_ft"
 """The system that differences are taken to."""
+MORE = "_more"
+"""Names the report of systems that were run again, or later, without the others."""
 
 
 def write(chosen: Sequence[Run], listed: Sequence[Run], root: Path, data_dir: str | None = None) -> list[str]:
@@ -38,7 +40,7 @@ def write(chosen: Sequence[Run], listed: Sequence[Run], root: Path, data_dir: st
     for scenario, read in found.items():
         fresh = board.kept(read, committed.get(scenario, ()))
         lines = _with_committed(fresh, committed.get(scenario, ()), listed)
-        tests = _tests(lines, fresh, tested.get(scenario, ()), root)
+        tests = _tests(lines, fresh, committed.get(scenario, ()), tested.get(scenario, ()), root)
         disk.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
         if tests:
             disk.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tests))
@@ -49,7 +51,9 @@ def write(chosen: Sequence[Run], listed: Sequence[Run], root: Path, data_dir: st
         for scenario in dict.fromkeys(one.scenario for one in systems):
             goal = board.target([line for line in found[scenario] if line.run == run.name])
             groups += compare.by_scenario([one for one in systems if one.scenario == scenario], target=goal)
-        comparison.write(board.RAW / f"{run.name}.html", groups)
+        # A folder of some systems must not take the place of the report of all.
+        whole = len(systems) >= sum(len(run.load().systems_on(scenario)) for scenario in run.load().scenarios)
+        comparison.write(board.RAW / f"{run.name}{'' if whole else MORE}.html", groups)
     everything = (listed, board.read_lines(board.RAW), read_tested(NEW))
     for path, made_of in ((PAGE, page), (lessons.PAGE, lessons.page)):
         text = results.with_generated(path.read_text(encoding="utf-8"), made_of(*everything))
@@ -66,13 +70,18 @@ def _with_committed(fresh: Sequence[Line], committed: Sequence[Line], listed: Se
     return board.joined([*fresh, *kept], [run.name for run in listed])
 
 
-def _tests(lines: Sequence[Line], fresh: Sequence[Line], committed: Sequence[Tested], root: Path) -> list[Tested]:
-    """Tests of new clients by the runs that the lines of a scenario are from, or the committed ones of lines that are."""
-    there = {(line.run, line.system) for line in fresh}
+def _tests(
+    lines: Sequence[Line], fresh: Sequence[Line], committed: Sequence[Line], tested: Sequence[Tested], root: Path
+) -> list[Tested]:
+    """Tests of new clients of a scenario's lines: of the folders of fresh lines, or the committed ones of the same training."""
     found: list[Tested] = []
-    for run, system in dict.fromkeys((line.run, line.system) for line in lines):
-        source = newcomers.read(root / run) if (run, system) in there else committed
-        found += [one for one in source if one.system == system]
+    there, trained = {(line.run, line.system) for line in fresh}, {board.training(line) for line in committed}
+    for row in dict.fromkeys((line.run, line.system) for line in lines):
+        run, system = row
+        mine = [one for one in newcomers.read(root / run) if one.system == system] if row in there else []
+        if not mine and all(board.training(line) in trained for line in lines if (line.run, line.system) == row):
+            mine = [one for one in tested if one.system == system]
+        found += mine
     return found
 
 
@@ -176,7 +185,8 @@ def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: s
     text += (
         ["† What the method or the scenario imports, or what the study says of them, has changed since.", ""] if marks else []
     )
-    reports = [f"{name}.html" for name in dict.fromkeys(line.run for line in lines) if (board.RAW / f"{name}.html").is_file()]
+    names = [f"{run}{more}.html" for run in dict.fromkeys(line.run for line in lines) for more in ("", MORE)]
+    reports = [name for name in names if (board.RAW / name).is_file()]
     links = ", ".join(f"[{name}](leaderboard/{name})" for name in reports)
     text += [f"Every number: [{scenario}.csv](leaderboard/{scenario}.csv); curves and clients: {links}.", ""]
     return text

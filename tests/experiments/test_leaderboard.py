@@ -840,6 +840,42 @@ def test_what_was_found_out_later_stays_when_a_folder_is_read_again(folder, line
         assert math.isnan(line.flops) and (line.again, line.made, line.runner) == ("", fresh.made, fresh.runner)
 
 
+def test_a_row_that_other_code_trains_alike_stays(folder, lines, tested, docs):
+    """It is confirmed by that code, and keeps its FLOPs and tests of new clients. One with other results is replaced."""
+    listed, root = folder
+    shutil.copytree(root / "digits", docs / "digits", ignore=shutil.ignore_patterns("new_clients.csv"))
+    (docs / "raw/new_clients").mkdir(parents=True)
+    (docs / "raw/new_clients/pairs.csv").write_text(newcomers.to_csv(tested), encoding="utf-8")
+    older = {"commit": "c" * 40, "made": "m" * 16, "runner": "r" * 16, "flops": 7.0}
+    commit([line._replace(**older) if line.method else line for line in lines])
+    tamper(-1.0)
+    pages.write([listed], [listed], docs)
+    for line, fresh in zip(committed("local_only"), of(lines, "local_only"), strict=True):
+        assert (line.commit, line.again, line.made, line.runner, line.flops) == (
+            "c" * 40,
+            fresh.commit,
+            fresh.made,
+            fresh.runner,
+            7,
+        )
+        assert math.isnan(line.moved)
+    for line, fresh in zip(committed("fedavg_ft"), of(lines, "fedavg_ft"), strict=True):
+        assert (line.commit, line.again) == (fresh.commit, "") and math.isnan(line.flops)
+    kept = pages.read_tested(docs / "raw/new_clients")["pairs"]
+    assert kept == newcomers.from_csv(newcomers.to_csv([one for one in tested if one.system == "local_only"]))
+
+
+def test_a_folder_of_some_systems_has_a_report_of_its_own(folder, docs):
+    listed, root = folder
+    shutil.copytree(root / "digits", docs / "digits", ignore=shutil.ignore_patterns("fedavg_ft.final.json"))
+    pages.write([listed], [listed], root)
+    whole = (docs / "raw/digits.html").read_text(encoding="utf-8")
+    pages.write([listed], [listed], docs)
+    assert (docs / "raw/digits.html").read_text(encoding="utf-8") == whole and (docs / "raw/digits_more.html").is_file()
+    text = (docs / "page.md").read_text(encoding="utf-8")
+    assert "[digits.html](leaderboard/digits.html), [digits_more.html](leaderboard/digits_more.html)" in text
+
+
 def result(apart, *, same=False, scored_alike=True):
     return again.Again(same, apart, scored_alike)
 
