@@ -71,6 +71,18 @@ def test_a_test_may_take_more_steps_than_a_round(name, option, others):
     assert problems.distance(personalized(algorithm, state, CLIENT), model) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedprox"])
+def test_full_batch_steps_are_as_many_as_asked_for_and_others_for_a_new_client(name):
+    options = {"lr": 0.2, "finetune_full_batch": True, "finetune_epochs": 2, "new_client_epochs": 3, "batch_size": 4}
+    algorithm = build(name, **options, cohort_size=7, devices=1)
+    state = start(algorithm)._replace(seen=jnp.ones(7, bool))
+    path = [state.model]
+    for _ in range(3):
+        path.append(plus(path[-1], -0.2, gradient(path[-1], CLIENT, "test_support")))
+    assert problems.distance(personalized(algorithm, state, CLIENT), path[2]) < 1e-12
+    assert problems.distance(personalized(algorithm, state, None, of_client=CLIENT), path[3]) < 1e-12
+
+
 @pytest.mark.parametrize(("name", "option"), [("fedmeta", "test_lr"), ("perfedavg", "test_lr"), ("fedavg", "finetune_lr")])
 def test_a_wrong_rate_is_refused(name, option):
     with pytest.raises(ValueError, match=f"{option}=-1"):
@@ -109,6 +121,24 @@ def test_a_test_may_read_one_batch_of_the_view():
         build("perfedavg", **PER, test_batch_size=0)
 
 
+def test_a_new_client_tries_personal_leaves_on_one_batch_of_the_view():
+    """With one sample its model is a step along that of exactly one of the view's, from one of the trained heads."""
+    algorithm = build("perfedavg", **PER, batch_size=None, personal="head", test_batch_size=1)
+    state, data = run(algorithm, 1), problems.data()
+    first, size = (int(part["test_support"][CLIENT]) for part in (data.start, data.size))
+    found = personalized(algorithm, state, None, of_client=CLIENT)
+
+    @jax.jit
+    def tried(k, x, y):
+        w = {"body": state.model["body"], "head": jax.tree.map(lambda leaf: leaf[k], state.personal["head"])}
+        sample = fm.task.Batch(x[None], y[None], jnp.ones(1))
+        return plus(w, -0.2, jax.grad(lambda w: problems.task().loss(w, sample, KEY)[0])(w))
+
+    x, y = jnp.asarray(data.x[first : first + size]), jnp.asarray(data.y[first : first + size])
+    near = [i for i in range(size) if any(problems.distance(found, tried(k, x[i], y[i])) < 1e-12 for k in range(7))]
+    assert len(near) == 1
+
+
 PER = {"inner_lr": 0.2, "outer_lr": 0.3, "local_steps": 2, "cohort_size": 7, "devices": 1}
 
 
@@ -136,6 +166,19 @@ def test_running_statistics_are_reset_in_rounds_and_moved_by_the_steps_of_a_test
     assert problems.distance(found, variables) < 1e-12
     assert not masks.split(found, task.trainable(found))[0]["batch_stats"]["bn1"]["mean"]
     assert float(np.max(np.abs(found["batch_stats"]["bn1"]["mean"]))) > 1e-3
+
+
+def test_the_steps_of_a_reset_test_have_a_rate_and_leaves_of_their_own():
+    task, data = problems.normed_task(), problems.data()
+    options = {**PER, "batch_size": 8, "statistics": "reset", "test_lr": 0.7, "adapts": "head"}
+    algorithm = problems.build("perfedavg_fo", task, **options)
+    state, view = jax.jit(algorithm.init)(KEY, data), data.client(CLIENT)["test_support"]
+    batch = view.take(jnp.arange(view.max_size), jnp.arange(view.max_size) < view.size)
+    descent = jax.jit(jax.grad(lambda p: task.loss({**state.model, "params": p}, batch, KEY)[0]))(state.model["params"])
+    head = masks.resolve("head", task)["params"]
+    expected = jax.tree.map(lambda w, g, moves: w - 0.7 * g if moves else w, state.model["params"], descent, head)
+    found = jax.jit(lambda state: algorithm.personalize(KEY, state, view, CLIENT))(state)
+    assert problems.distance(found["params"], expected) < 1e-12
 
 
 def test_reset_is_refused_where_it_means_nothing():
