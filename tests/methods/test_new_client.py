@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedjax_meta as fm
 from tests import problems
 from tests.methods.common import KEY, build, start
 
@@ -44,3 +45,31 @@ def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_tra
     )
     assert expected not in (diverged, unseen)
     assert problems.distance(adapted, tried(expected if expected != best else unseen)[1]) < 1e-12
+
+
+def test_the_pull_of_a_test_counts_in_no_score_of_a_fitted_part():
+    """One step, before which there is no pull: the losses before it, after it, and after it with the pull, choose three parts."""
+    options = {"batch_size": None, "inner_epochs": 1, "prox_weight": 3.0, "inner_lr": 0.5, "personal": "head", "devices": 1}
+    algorithms = {score: build("imaml", **options, score=score) for score in ("online", "fitted")}
+    state = start(algorithms["online"])
+    rng = np.random.default_rng(1)
+    heads = jax.tree.map(lambda leaf: jnp.asarray(1.5 * rng.normal(size=leaf.shape)), state.personal)
+    state = state._replace(personal=heads, seen=jnp.ones(7, bool))
+    samples = DATA.client(0)["test_support"]
+    batch = samples.take(jnp.arange(samples.size), jnp.ones(samples.size))
+
+    @jax.jit
+    @jax.vmap
+    def tried(head):
+        start = {"body": state.model["body"], "head": head}
+        loss = lambda w: problems.task().loss(w, batch, KEY)[0]  # noqa: E731
+        before, gradient = jax.value_and_grad(loss)(start)
+        adapted = jax.tree.map(lambda w, g: w - 0.5 * g, start, gradient)
+        return before, loss(adapted), loss(adapted) + fm.local.proximal_term(adapted, start, 3.0), adapted
+
+    online, fitted, pulled, adapted = tried(heads["head"])
+    best = {"online": int(np.argmin(online)), "fitted": int(np.argmin(fitted))}
+    assert len({*best.values(), int(np.argmin(pulled))}) == 3
+    for score, algorithm in algorithms.items():
+        found = jax.jit(lambda state, algorithm=algorithm: algorithm.personalize(KEY, state, samples, None))(state)
+        assert problems.distance(found, jax.tree.map(lambda leaf, k=best[score]: leaf[k], adapted)) < 1e-12
