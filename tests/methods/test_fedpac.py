@@ -9,6 +9,7 @@ import pytest
 import fedjax_meta as fm
 from fedjax_meta import features, masks
 from fedjax_meta.aggregate import Ratio
+from fedjax_meta.contract import Received
 from fedjax_meta.methods.fedpac import Centroids, Statistics, aligned, mixing, sent_statistics, statistics
 from fedjax_meta.numerics.simplex import mixtures
 from tests import problems
@@ -198,6 +199,18 @@ def test_noise_covers_the_means_and_leaves_the_variance():
     noisy_sums = sums._replace(total=sent.profile.reshape(3, 4) * jnp.sum(sums.number))
     assert float(statistics(noisy_sums).variance) < 0
     assert problems.leaves_equal(sent_statistics(KEY, sums, 0.0), clean)
+
+
+def test_what_a_client_sends_of_its_features_has_noise_of_its_own_each_time():
+    """The extractor does not move here, so that the means of before and after training are the same but for their noise."""
+    method, task = fm.fedpac(problems.task(), noise=0.5, lr=1e-30, batch_size=128), problems.task()
+    model = task.init(KEY)
+    extra = method.init_extra(model, problems.data())
+    received = Received(model, (), extra, jnp.zeros((), int), jnp.zeros((), bool), KEY)
+    sent = jax.jit(lambda received: method.client(KEY, received, problems.data().client(3)))(received)
+    clean = statistics(features.class_sums(task, model, problems.data().client(3)["train"])).profile
+    before, after = (np.ravel(one) - clean for one in (sent.stacked.profile, sent.statistics.total))
+    assert min(np.max(np.abs(one)) for one in (before, after, before - after)) > 0.01
 
 
 def test_a_new_client_trains_the_servers_head_and_a_known_one_keeps_its_own():

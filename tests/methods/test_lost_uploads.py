@@ -68,6 +68,7 @@ TAKES_OVER = {
     "fedamp": {},
     "heur_fedamp": {},
     "fedfomo": {},
+    "fedpac": {},
 }
 
 
