@@ -104,3 +104,25 @@ def test_learned_rates_move_running_statistics_as_fixed_ones_do():
     (before, fixed), (_, learned) = rounds
     assert len(fixed) == 2 and all(problems.distance(before[leaf], fixed[leaf]) > 1e-3 for leaf in fixed)
     assert all(problems.distance(fixed[leaf], learned[leaf]) < 1e-12 for leaf in fixed)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "fedpac", "fedper", "fedmeta_per"])
+def test_buffers_of_an_own_head_stay_with_its_client(name):
+    task = problems.task()
+    trainable = {"body": {"w": True, "b": False}, "head": {"w": True, "b": False}}
+    roles = fm.METHODS[name](task._replace(trainable=lambda variables: trainable)).roles
+    assert roles["head"] == {"w": Role.PERSONAL, "b": Role.PERSONAL}
+    assert roles["body"] == {"w": Role.SHARED, "b": Role.BUFFER}
+
+
+def test_fedala_blends_no_running_statistics():
+    """Also where all layers are the higher ones, a client starts and tests with those of the server."""
+    method = fm.fedala(problems.normed_task(), adapts="all", most_passes=1, lr=0.1)
+    algorithm = fm.federate(method, fm.Federation(cohort_size=3, devices=1, lanes=1))
+    state, _ = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), problems.data())
+    client = int(np.argmax(state.seen))
+    assert not of_statistics(state.memory.weights) and not of_statistics(state.memory.model)
+    view = problems.data().client(client)["test_support"]
+    variables = jax.jit(lambda state: algorithm.personalize(KEY, state, view, client))(state)
+    assert problems.leaves_equal(variables["batch_stats"], state.model["batch_stats"])
+    assert problems.distance(variables["params"], state.model["params"]) > 1e-4
