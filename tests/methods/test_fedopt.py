@@ -126,6 +126,14 @@ def test_a_federation_gives_any_method_an_adaptive_server(quadratics, method):
     np.testing.assert_array_equal(trained(method(task, **OPTIONS), data, **server), trained(fedadam(task, **OPTIONS), data))
 
 
+@pytest.mark.parametrize("builder", [fedadagrad, fedadam, fedyogi])
+def test_the_initial_second_moment_is_the_one_that_was_given(quadratics, builder):
+    task, data, _ = quadratics
+    for initial, expected in ((None, 0.05**2), (0.3, 0.3)):
+        state = federate(builder(task, tau=0.05, initial=initial), Federation(cohort_size=3)).init(jax.random.key(0), data)
+        np.testing.assert_allclose(state.optimizer.second, expected, rtol=1e-6)
+
+
 def test_rates_may_be_traced(quadratics):
     task, data, _ = quadratics
 
