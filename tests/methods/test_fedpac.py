@@ -147,6 +147,18 @@ def test_centroids_are_the_class_means_over_all_samples():
     assert bool(jnp.all(state.extra.known))
 
 
+def test_centroids_count_clients_as_models_do():
+    """With equal weights, a client of few samples says as much of the centroids as one of many."""
+    state = run(fedpac(lr=1e-30, weighting="uniform"), 1)
+    total, number = np.zeros((3, 4)), np.zeros(3)
+    for client in range(7):
+        z, y = class_features(state.model, client)
+        total += np.array([z[y == k].sum(0) for k in range(3)]) / len(y)
+        number += np.bincount(y, minlength=3) / len(y)
+    np.testing.assert_allclose(state.extra.mean, total / number[:, None], atol=1e-12)
+    assert problems.distance(state.extra.mean, run(fedpac(lr=1e-30), 1).extra.mean) > 1e-3
+
+
 def test_a_class_without_samples_has_no_centroid_and_does_no_harm():
     clients = [(np.asarray(batch(i).x), np.asarray(batch(i).y)) for i in range(3)]
     data = fm.from_clients([(x[y != 1], y[y != 1]) for x, y in clients], num_classes=3)
