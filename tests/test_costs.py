@@ -108,6 +108,16 @@ BYTES = {
     "gpfl": (FLOAT * (BODY + CLASSES * FEATURES + 2 * (FEATURES**2 + 3 * FEATURES)),) * 2,
     # A linear model of the features and a 1 for each class.
     "mocha": (FLOAT * CLASSES * (FEATURES + 1),) * 2,
+    # The model of a client's cluster; a byte a cluster says which there are, two numbers of 4 where the client is and was.
+    "cfl": (FLOAT * MODEL + 4 + 8, FLOAT * MODEL + 8),
+    # All models and, up, which of them the client took.
+    "ifca": (FLOAT * 2 * MODEL, FLOAT * (2 * MODEL + 2)),
+    "fedem": (FLOAT * 3 * MODEL,) * 2,
+    "fedgp": (FLOAT * BODY,) * 2,
+    # Beside the body: centroids and which are known; the head, sums and numbers of each class, v and h. A mixed head comes back.
+    "fedpac": (FLOAT * (MODEL + CLASSES * FEATURES) + CLASSES, FLOAT * (MODEL + 2 * CLASSES * FEATURES + CLASSES + 1)),
+    # A rate for each of 5 steps of each of 4 leaves.
+    "mamlpp": (FLOAT * (MODEL + 4 * 5),) * 2,
 }
 
 
