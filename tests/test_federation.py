@@ -113,6 +113,24 @@ def test_roles_must_be_those_of_the_whole_model():
         fm.federate(method).init(jax.random.key(0), problems.data())
 
 
+@pytest.mark.parametrize("role", ["shared", "buffer", "personal", "frozen"])
+def test_what_is_averaged_must_be_floating_point(role):
+    """A flag or a counter may stay with its client, or never move."""
+    method = fm.Method(
+        init=lambda key: {"w": jnp.ones(2), "count": jnp.zeros((), jnp.int32)},
+        client=lambda key, received, data: fm.Trained(received.model, {}),
+        personalize=fm.received_model,
+        predict=lambda variables, x: x,
+        roles={"w": fm.masks.Role.SHARED, "count": fm.masks.Role(role)},
+    )
+    start = fm.federate(method, fm.Federation(cohort_size=3, devices=1)).init
+    if role in ("shared", "buffer"):
+        with pytest.raises(ValueError, match=r"\['count'\] of the model is int32\[\], which cannot be averaged"):
+            start(jax.random.key(0), problems.data())
+    else:
+        assert start(jax.random.key(0), problems.data()).model["count"] == 0
+
+
 def test_separate_models_need_their_shares_and_heirs_need_separate_models():
     method = fm.cfl(problems.task())
     with pytest.raises(ValueError, match="separate_models of cfl need divides_by_statistics=True"):

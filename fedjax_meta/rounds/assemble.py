@@ -196,6 +196,13 @@ class _Rounds:
                 f"the roles of {self.setting.method.name} must be masks.Role, not {checks.shown(odd)}: masks.roles(personal, "
                 "trainable) makes them of masks"
             )
+        leaves, roles = jax.tree_util.tree_leaves_with_path(model), jax.tree.leaves(self.setting.method.roles)
+        for (path, leaf), role in zip(leaves, roles, strict=True):
+            if role in (masks.Role.SHARED, masks.Role.BUFFER) and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise ValueError(
+                    f"{jax.tree_util.keystr(path)} of the model is {leaf.dtype}{list(leaf.shape)}, which cannot be averaged: "
+                    "it must be floating-point, personal or frozen"
+                )
 
     def _first_memory(self, key: Key, model: PyTree, num_clients: int) -> PyTree:
         memory = self.setting.method.init_memory(key, model, num_clients)
