@@ -87,6 +87,8 @@ def main(
     `python -m experiments.leaderboard --beside runs/mine`
     """
     with one_line_errors(debug):
+        if missing_ and (list_ or write_docs or count_flops or new_clients or confirm or changed_ or beside_ is not None):
+            raise ValueError("--missing says what is trained: give it alone, or with --only and --hours")
         listed = run_list.read_list(board.LIST)
         chosen = running.pick(listed, only)
         if list_:

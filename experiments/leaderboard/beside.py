@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from experiments.leaderboard import board, gaps, page
 from experiments.leaderboard.board import LOCAL, Line
 from experiments.reproduce import extracts
@@ -82,15 +80,13 @@ def _check_alike(folder: Path, scenario: str, listed: Sequence[Run], rows: Seque
 
 
 def _table(scenario: str, own: Sequence[Line], committed: Sequence[Line]) -> report.Table:
-    systems: dict[str, list[Line]] = {}
-    for name, line in [*((line.system + YOURS, line) for line in own), *((line.system, line) for line in committed)]:
-        systems.setdefault(name, []).append(line._replace(system=name))
+    systems = board.by_system([*(line._replace(system=line.system + YOURS) for line in own), *committed])
     reference = _reference(systems)
     headings = ["system", "place", f"known{own[0].kind.direction}", "worst 10 %", "new"]
     headings += [f"{group}, minus {reference}" for group in ("known", "new")] + ["behind local", "points"]
     rows, place = [], 0
-    for name in sorted(systems, key=lambda name: -_worth(systems[name])):
-        counts = bool(systems[name][0].method) and math.isfinite(_worth(systems[name]))
+    for name in sorted(systems, key=lambda name: -board.worth(systems[name])):
+        counts = bool(systems[name][0].method) and math.isfinite(board.worth(systems[name]))
         place += counts
         rows.append(
             [
@@ -108,8 +104,3 @@ def _reference(systems: Mapping[str, Sequence[Line]]) -> str:
     own = [name for name in systems if name.endswith(YOURS)]
     new = [name for name in own if name.removesuffix(YOURS) not in systems and systems[name][0].method != LOCAL]
     return next(iter(new), page.REFERENCE)
-
-
-def _worth(lines: Sequence[Line]) -> float:
-    mean = float(np.mean([line.known for line in lines]))
-    return (mean if lines[0].kind.higher_is_better else -mean) if math.isfinite(mean) else -math.inf

@@ -404,6 +404,20 @@ def kept(fresh: Sequence[Line], committed: Iterable[Line]) -> list[Line]:
     return list(map(with_later, fresh))
 
 
+def by_system(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """The lines of each system of a scenario."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.system, []).append(line)
+    return found
+
+
+def worth(lines: Sequence[Line], group: str = "known") -> float:
+    """The mean over seeds of a system's score, the more the better; minus infinity where it is not finite."""
+    mean = float(np.mean([getattr(line, group) for line in lines]))
+    return (mean if lines[0].kind.higher_is_better else -mean) if math.isfinite(mean) else -math.inf
+
+
 def _by_row(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
     """The lines of each system of a run."""
     found: dict[tuple[str, str], list[Line]] = {}

@@ -23,7 +23,7 @@ def section(lines: Mapping[str, Sequence[Line]], reference: str) -> list[str]:
       lines: of each scenario.
       reference: the system that all are held against.
     """
-    scenarios = {scenario: _trained(some) for scenario, some in lines.items()}
+    scenarios = {scenario: board.by_system(line for line in some if line.method) for scenario, some in lines.items()}
     scenarios = {scenario: systems for scenario, systems in scenarios.items() if len(systems) >= LEAST}
     if len(scenarios) < 2:
         return []
@@ -45,19 +45,11 @@ def section(lines: Mapping[str, Sequence[Line]], reference: str) -> list[str]:
     return text
 
 
-def _trained(lines: Sequence[Line]) -> Systems:
-    systems: dict[str, list[Line]] = {}
-    for line in lines:
-        if line.method:
-            systems.setdefault(line.system, []).append(line)
-    return systems
-
-
 def _table(scenarios: Mapping[str, Systems], common: Sequence[str], group: str, reference: str) -> str:
     places = {
         name: [_place(systems, name, common, group) for systems in scenarios.values()]
         for name in common
-        if not any(np.isnan([_worth(systems[name], group)]).any() for systems in scenarios.values())
+        if all(_is_measured(systems[name], group) for systems in scenarios.values())
     }
     rows = []
     for name in sorted(places, key=lambda name: np.mean(places[name])):
@@ -74,15 +66,11 @@ def _table(scenarios: Mapping[str, Systems], common: Sequence[str], group: str, 
 
 def _place(systems: Systems, name: str, common: Sequence[str], group: str) -> int:
     """1 for the best; systems with the same score share a place."""
-    return 1 + sum(_worth(systems[other], group) > _worth(systems[name], group) for other in common)
+    return 1 + sum(board.worth(systems[other], group) > board.worth(systems[name], group) for other in common)
 
 
-def _worth(lines: Sequence[Line], group: str) -> float:
-    """The mean over seeds, the more the better; minus infinity where one diverged, NaN where it was not measured."""
-    mean = float(np.mean([getattr(line, group) for line in lines]))
-    if math.isnan(mean):
-        return -math.inf if any(line.diverged for line in lines) else board.NAN
-    return mean if lines[0].kind.higher_is_better else -mean
+def _is_measured(lines: Sequence[Line], group: str) -> bool:
+    return any(line.diverged for line in lines) or not any(math.isnan(getattr(line, group)) for line in lines)
 
 
 def _text(lines: Sequence[Line], group: str) -> str:

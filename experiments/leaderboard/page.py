@@ -100,13 +100,6 @@ def marked(markdown: str) -> str:
 # The page.
 
 
-def _by_system(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
-    for line in lines:
-        found.setdefault(line.system, []).append(line)
-    return found
-
-
 def page(
     listed: Sequence[Run],
     lines: Mapping[str, Sequence[Line]],
@@ -133,15 +126,13 @@ def page(
 
 
 def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: set[str]) -> list[str]:
-    systems = _by_system(lines)
+    systems = board.by_system(lines)
     kind = lines[0].kind
     trained = {system: some for system, some in systems.items() if some[0].method}
-    means = {system: float(np.mean([line.known for line in some])) for system, some in systems.items()}
-    worth = {
-        system: (mean if kind.higher_is_better else -mean) if math.isfinite(mean) else -math.inf
-        for system, mean in means.items()
-    }
-    ranked = [*sorted(trained, key=lambda system: -worth[system]), *(system for system in systems if system not in trained)]
+    ranked = [
+        *sorted(trained, key=lambda system: -board.worth(systems[system])),
+        *(system for system in systems if system not in trained),
+    ]
     text = [f"## {runs[0].title}", "", _facts(trained), ""]
     scores = [
         [_title(system, marks), *score_cells(systems[system], systems.get(REFERENCE, ())), points_cell(systems[system][0])]
