@@ -56,10 +56,6 @@ class Again(NamedTuple):
         return self.same or (self.scored_alike and near)
 
 
-class _Silent(runner.Watcher):
-    """Shows nothing."""
-
-
 def confirm(run: Run, data_dir: str | None = None) -> None:
     """Trains the first seed of each committed row of a run that other code made, and says what comes out.
 
@@ -118,7 +114,7 @@ def train(
     alone = dataclasses.replace(
         study, seeds=list(seeds), systems={system: one}, scenarios={scenario: study.scenarios[scenario]}
     )
-    runner.run(alone, folder, watcher=_Silent(), clients={scenario: clients})
+    runner.run(alone, folder, watcher=runner.Watcher(), clients={scenario: clients})
     return alone
 
 

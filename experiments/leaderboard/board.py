@@ -51,7 +51,7 @@ class Line(NamedTuple):
         without such gradients, and where it was not recorded.
       target: what the known clients should reach, the last mean of local training; reached: the round of the first evaluation at
         which they do, infinity if never.
-      diverged: the round from which on; empty if it did not.
+      diverged: the round from which on, and known clients without a finite loss if not all are; empty if it did not.
       score, higher, share: the name of the score, whether higher is better, whether it is a share.
       data: the fingerprint of the clients; run: the entry of the list.
       commit: by which the system was trained, several with "+" if it went on with another; made: the digest of what the method
@@ -275,12 +275,13 @@ def _of_cell(cell: Cell, row: compare.Row, target: float) -> list[Line]:
 
 def scores_of(row: compare.Row, number: int) -> dict[str, Any]:
     """The fields of a line that say how a trial came out."""
-    diverged = row.system.trials[number].diverged
+    trial = row.system.trials[number]
+    lost = tuning.without_loss([trial])
     return {
         "known": float(row.known[number]),
         "worst": float(row.worst[number]),
         "new": float(row.new[number]) if row.new.size else NAN,
-        "diverged": "" if diverged is None else str(diverged),
+        "diverged": "" if trial.diverged is None else f"{trial.diverged}: {lost}" if lost else str(trial.diverged),
     }
 
 
@@ -308,9 +309,8 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
     lines = []
     asked, scored = TESTED_ON[study.scenario(scenario).adapt_on], scored_clients(study, scenario, clients, clients.train)
     for title, groups in baselines.measured(clients, study.seeds[:1], study.metrics, asked, scored).items():
-        known, new = (
-            report.main_score(groups[g][0], study.score) if g in groups else None for g in (compare.KNOWN, compare.NEW)
-        )
+        known = report.main_score(groups[compare.KNOWN][0], study.score)
+        new = report.main_score(groups[compare.NEW][0], study.score).mean if compare.NEW in groups else NAN
         lines.append(
             Line(
                 scenario=scenario,
@@ -319,7 +319,7 @@ def _untrained(cell: Cell, data_dir: str | None) -> list[Line]:
                 seed=study.seeds[0],
                 known=known.mean,
                 worst=known.kind.worst_tenth(known.values),
-                new=NAN if new is None else new.mean,
+                new=new,
                 **_kind_fields(known.kind),
                 **_where(cell, folders.read_run(cell.folder)),
             )
@@ -349,7 +349,12 @@ def written(value: Any) -> Any:
 
 def from_csv(text: str) -> list[Line]:
     """The lines that `to_csv` wrote."""
-    read = {float: lambda cell: float(cell) if cell else NAN, bool: lambda cell: cell == "True", int: int, str: str}
+    read: dict[type, Callable[[str], Any]] = {
+        float: lambda cell: float(cell) if cell else NAN,
+        bool: lambda cell: cell == "True",
+        int: int,
+        str: str,
+    }
     kinds = Line.__annotations__
     return [Line(**{name: read[kinds[name]](cell) for name, cell in row.items()}) for row in csv.DictReader(io.StringIO(text))]
 
@@ -385,7 +390,8 @@ def kept(fresh: Sequence[Line], committed: Iterable[Line]) -> list[Line]:
 
     Where other code trained a committed row again with the same results for all seeds, that row stays, and is confirmed by it.
     """
-    rows, known = _by_row(committed), {}
+    rows = _by_row(committed)
+    known: dict[tuple[tuple[str, str], int], tuple[Line, bool]] = {}
     for row, lines in _by_row(fresh).items():
         old = {line.seed: line for line in rows.get(row, ())}
         same = {line.seed: _result(line) for line in lines} == {seed: _result(line) for seed, line in old.items()}

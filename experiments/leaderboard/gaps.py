@@ -41,7 +41,8 @@ def between(first: Mapping[int, float], second: Mapping[int, float], kind: repor
 
 def of_lines(first: Sequence[Line], second: Sequence[Line], name: str) -> Gap | None:
     """The difference of two systems in "known" or "new"."""
-    found = between(*({line.seed: getattr(line, name) for line in some} for some in (first, second)), first[0].kind)
+    one, other = ({line.seed: getattr(line, name) for line in some} for some in (first, second))
+    found = between(one, other, first[0].kind)
     return None if found is None else found._replace(at_end=bool(first[0].edge or second[0].edge))
 
 

@@ -44,8 +44,8 @@ def write(chosen: Sequence[Run], listed: Sequence[Run], root: Path, data_dir: st
         disk.write_text(board.RAW / f"{scenario}.csv", board.to_csv(lines))
         if tests:
             disk.write_text(NEW / f"{scenario}.csv", newcomers.to_csv(tests))
-        systems, new = ({line.system for line in some} for some in (lines, [line for line in lines if line in fresh]))
-        said.append(f"{scenario}: {len(systems)} rows, {len(new)} of them new")
+        names, new = ({line.system for line in some} for some in (lines, [line for line in lines if line in fresh]))
+        said.append(f"{scenario}: {len(names)} rows, {len(new)} of them new")
     for run in ran:
         systems, groups = compare.finished([root / run.name]), []
         for scenario in dict.fromkeys(one.scenario for one in systems):
@@ -254,6 +254,14 @@ def _own_target(line: Line, target: compare.Target | None) -> bool:
     return target is not None and line.target != target.value and not math.isnan(line.target)
 
 
+def _divergence(lines: Sequence[Line]) -> list[str]:
+    diverged = [line.diverged for line in lines if line.diverged]
+    if not diverged:
+        return []
+    lost = dict.fromkeys(words.partition(": ")[2] for words in diverged)
+    return [f"{len(diverged)} of {len(lines)} seeds diverged" + (f": {' or '.join(lost)}" if all(lost) else "")]
+
+
 def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Target | None, uncounted: str = "") -> list[str]:
     first = lines[0]
     rounds = np.array([line.reached for line in lines])
@@ -265,8 +273,7 @@ def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Targ
     else:
         each = (1.0, first.bytes / 1e6, first.flops / 1e9)
         to_target = ["" if math.isnan(unit) else f"{rounds.mean() * unit:.3g}" for unit in each]
-    diverged = [line.diverged for line in lines if line.diverged]
-    remarks = [f"{len(diverged)} of {len(lines)} seeds diverged"] if diverged else []
+    remarks = _divergence(lines)
     remarks += [f"{name} at the end of its grid" for name in first.edge.split()]
     if _own_target(first, target):
         remarks.append(f"target {first.kind.text(first.target)}")

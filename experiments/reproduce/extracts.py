@@ -262,8 +262,8 @@ def _scores(test: Mapping[str, Any], orders: int, *, diverged: bool = False) -> 
     if "confusion" not in test:
         shares = {name: one["values"] for name, one in test["metrics"].items() if one["share"]}
         by_order = {name: np.array(values, float).reshape(orders, -1) for name, values in shares.items()}
-        words = {"mean": np.mean, "std": np.std}
-        return {f"{name}_{word}": over(values, 1) for name, values in by_order.items() for word, over in words.items()}
+        words = {"mean": lambda values: values.mean(1), "std": lambda values: values.std(1)}
+        return {f"{name}_{word}": over(values) for name, values in by_order.items() for word, over in words.items()}
     accuracy, f1 = (np.array(test[name], float).reshape(orders, -1) for name in ("accuracy", "f1"))
     samples = np.array(test["confusion"]).sum((1, 2)).reshape(orders, -1)
     over_samples = (accuracy * samples).sum(1) / samples.sum(1)

@@ -245,9 +245,9 @@ def _others(
         if table:
             headings = ["system", "known: mean over clients", "deviation", "new: mean over clients", "deviation", "chosen"]
             used = [c for c in range(len(headings)) if c == 0 or any(line[c] for line in table)]
-            cells = [[line[c] for c in used] for line in table]
+            rows_shown = [[line[c] for c in used] for line in table]
             lines += [f"### {_titled(study, scenario, 'without a published number')}", ""]
-            lines += [report.markdown_table([headings[c] for c in used], cells), ""]
+            lines += [report.markdown_table([headings[c] for c in used], rows_shown), ""]
     return lines
 
 

@@ -24,6 +24,8 @@ from fedjax_meta.report.records import (
     score_names,
     strict,
     without_confusion,
+    without_loss,
+    without_loss_words,
 )
 from fedjax_meta.report.series import Series, common_rounds, places, series
 from fedjax_meta.report.tables import Table, label, markdown_table, rich_table
@@ -61,4 +63,6 @@ __all__ = [
     "series",
     "strict",
     "without_confusion",
+    "without_loss",
+    "without_loss_words",
 ]

@@ -302,6 +302,31 @@ def diverged_words(rounds: Sequence[int | None]) -> str:
     return f"diverged at round {when}" + (f" in {len(found)} of {len(rounds)} seeds" if len(found) < len(rounds) else "")
 
 
+def without_loss(row: Mapping[str, Any], test: str) -> tuple[int, int] | None:
+    """How many clients have no finite loss in an evaluation (see `compact`) of a diverged run, and of how many.
+
+    `None` where that is none or all of them, or where a round since the evaluation before counts as diverged.
+    """
+    finite = np.isfinite(np.asarray(row["tests"][test].get("loss", ()), float))
+    if not finite.any() or finite.all() or any(fault["diverged"] for fault in row.get("faults", ())):
+        return None
+    return int((~finite).sum()), finite.size
+
+
+def without_loss_words(found: Sequence[tuple[int, int] | None], clients: str) -> str:
+    """What `without_loss` found in runs of some seeds, in words; empty where it is `None` in one of them.
+
+    Example:
+      >>> without_loss_words([(1, 80)], "known"), without_loss_words([(1, 80), (3, 80)], "known")
+      ('1 of 80 known clients had no finite loss', '1 to 3 of 80 known clients had no finite loss')
+    """
+    lost = [one for one in found if one is not None]
+    if not lost or len(lost) < len(found):
+        return ""
+    (least, clients_in_all), (most, _) = min(lost), max(lost)
+    return f"{least if least == most else f'{least} to {most}'} of {clients_in_all} {clients} clients had no finite loss"
+
+
 def no_number(diverged: bool) -> str:
     """What a table says in place of a score that is no number, of runs of which some `diverged` or none did.
 

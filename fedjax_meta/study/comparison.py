@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_meta import disk, escape, metrics, report
 from fedjax_meta.report.frames import USER_ACCURACY
-from fedjax_meta.study import page, results
+from fedjax_meta.study import page, results, tuning
 from fedjax_meta.study.compare import NAN, Difference, Row, holm
 from fedjax_meta.study.figures import Shown
 from fedjax_meta.study.tuning import KNOWN, NEW
@@ -110,7 +110,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
             said.append(f"{row.system.title} trained on other cohorts than {first.title}: they share seeds, not cohorts.")
         diverged = [trial.diverged for trial in row.system.trials if trial.diverged is not None]
         if diverged:
-            said.append(f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged.")
+            lost = tuning.without_loss(row.system.trials)
+            seeds = f"{row.system.title}: {len(diverged)} of {len(row.system.trials)} seeds diverged"
+            said.append(f"{seeds}: {lost}." if lost else f"{seeds}.")
     reached = next((row.reached for row in rows if row.reached is not None), None)
     if reached is not None:
         central = [row.system.title for row in rows if row.reached is not None and row.system.pooled]

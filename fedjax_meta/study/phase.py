@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,8 +26,8 @@ class Stopped(Exception):  # noqa: N818 - it is no error
     """`should_stop` ended a study; all that was trained is saved. The message says where."""
 
 
-class Watcher(Protocol):
-    """Shows how far a study is; every method may do nothing."""
+class Watcher:
+    """Is told how far a study is. This one shows nothing; others show what they want to in methods of the same names."""
 
     def begin(
         self, scenario: str, system: str, phase: str, members: int, rounds: int, done: int, tested: Sequence[int]

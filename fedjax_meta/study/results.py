@@ -122,7 +122,8 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
 def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     system = study.system(outcome.system)
     diverged = report.diverged_words([trial.diverged for trial in outcome.final])
-    remarks = [diverged + _who_diverged(outcome)] if diverged else []
+    lost = tuning.without_loss(outcome.final)
+    remarks = [f"{diverged}: {lost}" if lost else diverged] if diverged else []
     remarks += ["its code changed during the run"] * outcome.code_changed
     remarks += _reached(study, outcome) + _unsolved(outcome)
     if outcome.tuning and all(trial.diverged is not None for trial in outcome.tuning):
@@ -144,19 +145,6 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     if len(tuning.points_of(system)) < 2:
         remarks.append(f"preset {system.preset}" if system.preset else "not tuned")
     return remarks if idle else remarks + draws.remarks(outcome, clients, study.score)
-
-
-def _who_diverged(outcome: Outcome) -> str:
-    """How many known clients have no finite loss, where these are not all and no round of training is to blame; else nothing."""
-    lost, clients = set(), 0
-    for row in (trial.rows[-1] for trial in outcome.final if trial.diverged is not None):
-        finite = np.isfinite(np.asarray(row["tests"][KNOWN].get("loss", ()), float))
-        if not finite.any() or finite.all() or any(fault["diverged"] for fault in row.get("faults", ())):
-            return ""
-        lost.add(int((~finite).sum()))
-        clients = finite.size
-    some = f"{min(lost)}" if len(lost) == 1 else f"{min(lost)} to {max(lost)}"
-    return f": {some} of {clients} known clients had no finite loss"
 
 
 def _why_there(study: Study, outcome: Outcome, clients: Clients, name: str) -> str:

@@ -50,6 +50,12 @@ def last_scores(trial: Trial, test: Mapping[str, Any], score: str | None) -> np.
     return values if trial.diverged is None else np.full_like(values, np.nan)
 
 
+def without_loss(trials: Sequence[Trial]) -> str:
+    """How many known clients had no finite loss at the end of diverged trials, in words; empty where training is to blame."""
+    last = [trial.rows[-1] for trial in trials if trial.diverged is not None]
+    return report.without_loss_words([report.without_loss(row, KNOWN) for row in last], KNOWN)
+
+
 def points_of(system: System) -> list[Point]:
     """Every point of a system's grid; one without numbers if it has none.
 

@@ -595,6 +595,23 @@ def test_a_seed_that_diverged_is_no_number(folder, lines):
     assert "nan" not in row
 
 
+def test_the_page_says_how_few_clients_had_no_finite_loss(folder, lines):
+    """Unless all had none in one of the diverged seeds."""
+    listed, _ = folder
+
+    def said(*diverged):
+        bad = [line._replace(diverged=words) for line, words in zip(of(lines, "fedavg_ft"), diverged, strict=True)]
+        text = pages.page([listed], {"pairs": [*of(lines, "local_only"), *bad]})
+        (cell,) = (line.split("|")[-2].strip() for line in text.splitlines() if "seeds diverged" in line)
+        return cell.partition(";")[0]
+
+    one, two = (f"60: {number} of 80 known clients had no finite loss" for number in (1, 2))
+    assert said(one, "") == "1 of 2 seeds diverged: 1 of 80 known clients had no finite loss"
+    assert said(one, one) == "2 of 2 seeds diverged: 1 of 80 known clients had no finite loss"
+    assert said(one, two).endswith("1 of 80 known clients had no finite loss or 2 of 80 known clients had no finite loss")
+    assert said(one, "40") == "2 of 2 seeds diverged"
+
+
 def test_the_committed_page_is_what_the_raw_results_give():
     """`python -m experiments.leaderboard --write-docs` writes it; nobody types its numbers."""
     text = pages.PAGE.read_text(encoding="utf-8")
