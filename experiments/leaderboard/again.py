@@ -114,7 +114,7 @@ def train(
     alone = dataclasses.replace(
         study, seeds=list(seeds), systems={system: one}, scenarios={scenario: study.scenarios[scenario]}
     )
-    runner.run(alone, folder, watcher=runner.Watcher(), clients={scenario: clients})
+    runner.run(alone, folder, clients={scenario: clients})
     return alone
 
 

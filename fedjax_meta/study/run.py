@@ -40,7 +40,7 @@ def run(
     study: Study,
     folder: Path,
     *,
-    watcher: Watcher,
+    watcher: Watcher | None = None,
     clients: Mapping[str, Clients] | None = None,
     command: str = "",
     should_stop: Callable[[], bool] | None = None,
@@ -50,7 +50,7 @@ def run(
     Args:
       study: what to run.
       folder: of the run; made if it is not there. A run that was stopped goes on where it was.
-      watcher: is told of every step.
+      watcher: is told of every step, and may show it; nothing is shown when not given.
       clients: of every scenario, as `build` gives them; built here when not given.
       command: how the run was started, for the record.
       should_stop: asked about once a second, between rounds; the run saves what it has reached where it returns true.
@@ -71,10 +71,10 @@ def run(
     jobs = _jobs(study, built)
     folders.open_run(study, folder, built, command)
     outcomes = []
-    with _errors_noted(folder), _context(folder, watcher, should_stop) as context:
+    with _errors_noted(folder), _context(folder, watcher or Watcher(), should_stop) as context:
         for number, job in enumerate(jobs):
             outcomes.append(_run_job(job, jobs[number + 1 :], context))
-            watcher.end(outcomes[-1])
+            context.watcher.end(outcomes[-1])
     _save_presets(study, folder, outcomes)
     folders.close_run(folder)
     return outcomes
@@ -85,7 +85,7 @@ def shared(
     study: Study,
     folder: Path,
     *,
-    watcher: Watcher,
+    watcher: Watcher | None = None,
     clients: Mapping[str, Clients] | None = None,
     command: str = "",
     should_stop: Callable[[], bool] | None = None,
@@ -109,7 +109,7 @@ def shared(
     jobs = _jobs(study, built)
     common = folder / folders.PARTS  # who has it writes what belongs to all
     with contextlib.ExitStack() as stack:
-        context = stack.enter_context(_context(folder, watcher, should_stop))
+        context = stack.enter_context(_context(folder, watcher or Watcher(), should_stop))
         with _turn(common, context.should_stop):
             at_work = disk.locked(folder, patience=_PAUSE / 5)
             if not stack.enter_context(disk.held(folder, shared=True)):
