@@ -1,6 +1,9 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fedjax_meta import masks
@@ -56,6 +59,18 @@ def test_before_the_first_round_a_new_client_has_the_initial_model():
     state, x = start(algorithm), batch(4).x
     logits = algorithm.predict(personalized(algorithm, state, None, of_client=4), x)
     np.testing.assert_allclose(logits, jax.nn.log_softmax(problems.task().predict(state.model, x)), atol=1e-12)
+
+
+def test_its_optimizer_and_its_fine_tuning_are_those_of_fedavg_with_an_own_body():
+    options = {"optimizer": partial(optax.sgd, momentum=0.9), "epochs": 2, "finetune_epochs": 2, "finetune": "head"}
+    algorithm, other = lg_fedavg(**options), build("fedavg", personal="body", **OPTIONS, **options)
+    state, same = run(algorithm, 2), run(other, 2)
+    assert problems.leaves_equal((state.model, state.personal), (same.model, same.personal))
+    (client, *_) = np.flatnonzero(state.seen)
+    tuned = personalized(algorithm, state, client)
+    assert problems.leaves_equal(tuned, personalized(other, state, client))
+    assert problems.leaves_equal(tuned["body"], of(state.personal, client)["body"])
+    assert problems.distance(tuned["head"], state.model["head"]) > 1e-3
 
 
 def test_an_unknown_vote_is_refused():
