@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -78,6 +79,18 @@ def test_feddbe_may_clip_where_noise_follows():
 
 def test_the_weighting_that_a_method_has_by_itself_is_not_refused():
     fm.federate(fm.feddyn(problems.task()), fm.Federation(weighting="uniform"))
+
+
+def test_the_weighting_of_a_federation_says_which_view_the_data_must_have():
+    """Not that of the method, where both are given: FedAvg counts train samples, FedMeta those of its query view."""
+    x, y, none = np.ones((9, 5)), np.arange(9) % 3, np.zeros(3, int)
+    views = {"train": (none, none + 5), "support": (none, none + 5)}
+    data = fm.from_clients([(x, y)] * 3, num_classes=3, views=views)
+    federation = fm.Federation(cohort_size=2, weighting="query")
+    with pytest.raises(ValueError, match="weighted by the samples of their view 'query', which the data lack"):
+        fm.federate(fm.fedavg(problems.task()), federation).init(jax.random.key(0), data)
+    federation = fm.Federation(cohort_size=2, weighting="uniform")
+    fm.federate(fm.fedavg(problems.task(), weighting="query"), federation).init(jax.random.key(0), data)
 
 
 @pytest.mark.parametrize("name", ["fedpac", "fedproto"])
