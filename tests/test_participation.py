@@ -165,6 +165,19 @@ def test_deadline():
     assert [float(partial(key, i).work) for i in (0, 1)] == [1.0, 0.5]
 
 
+def test_times_are_of_all_clients_where_some_are_selected():
+    """A client has the time of its own number, wherever it stands among the selected ones."""
+    chosen, seconds = np.array([5, 1, 6]), np.where(np.arange(7) == 1, 9.0, 1.0)
+    some = problems.data().select(chosen)
+    rule = participation.deadline(seconds, limit=2.0, partial=False)
+    algorithm = problems.build("fedavg", cohort_size=3, devices=1, participation=rule)
+    _, info = algorithm.round(jax.random.key(1), algorithm.init(jax.random.key(0), some), some)
+    assert sorted(info.ids[info.returned].tolist()) == [5, 6]
+    rule = participation.deadline(seconds[chosen], limit=2.0, partial=False)
+    with pytest.raises(ValueError, match="participation knows 3 clients, but the data have N=7"):
+        problems.build("fedavg", cohort_size=3, participation=rule).init(jax.random.key(0), some)
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="late=1.5"):
         participation.unreliable(late=1.5)
