@@ -526,6 +526,7 @@ def test_fields_that_a_federation_has_otherwise(field, given, message):
         ("attack", {"attack": fm.attacks.sign_flip(0.5)}),
         ("a part of the clients", {"cohort_size": 2}),
         ("a part of the clients", {"schedule": fm.schedules.given([[0, 1]]), "cohort_size": 2}),
+        ("a part of the clients", {"schedule": fm.schedules.poisson(0.5)}),
     ],
 )
 def test_a_method_may_refuse_parts_of_a_federation(name, federation):
