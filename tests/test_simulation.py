@@ -143,6 +143,23 @@ def test_the_state_at_a_stop_is_intact():
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(kept[-1].model))
 
 
+def test_a_run_that_is_stopped_between_evaluations_says_what_it_knows_and_goes_on(whole, monkeypatch):
+    monkeypatch.setattr(fm.simulation, "_MOST_AT_ONCE", 2)
+    seen, asked = [], []
+
+    def should_stop():
+        asked.append(0)
+        return len(asked) == 3  # after the first round, after its evaluation, and after at most two more rounds
+
+    on_record = lambda state, record: seen.append(record.round)  # noqa: E731
+    state, (first, last) = _simulate(eval_every=7, should_stop=should_stop, on_record=on_record)
+    assert seen == [1] and 1 < last.round == int(state.round) <= 3 and not last.evaluations
+    again, (rest,) = _simulate(eval_every=7, state=state)
+    assert problems.leaves_equal(again, whole[0])
+    losses = [np.concatenate([record.metrics["loss"] for record in records]) for records in ((first, last, rest), whole[1])]
+    np.testing.assert_array_equal(*losses)
+
+
 def test_rounds_without_evaluations_take_no_memory_for_each_of_them():
     """A log of 10^9 rounds would not fit anywhere."""
     _, records = _simulate(rounds=2, eval_every=10**9)
