@@ -1,7 +1,9 @@
 """User accuracy as a metric of each round."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -109,3 +111,12 @@ def test_excluded_clients_are_named_by_id_where_some_are_selected():
     _, info = algorithm.round(jax.random.key(1), state, data)
     each = np.asarray(metrics.accuracy(fm.evaluate(plain, jax.random.key(0), state, data, query="test").confusion))
     assert float(info.metrics["user_accuracy"]) == pytest.approx(float(np.mean(each[some != 5])))
+
+
+def test_clients_that_diverged_have_no_accuracy():
+    """A model of NaN predicts the first class, which is right now and then."""
+    federation = Federation(cohort_size=7, server_optimizer=lambda rate: optax.scale(jnp.nan * rate), server_lr=1.0)
+    algorithm = evaluation.with_user_accuracy(federate(fm.fedavg(problems.task()), federation))
+    _, records = simulate(algorithm, problems.data(), key=jax.random.key(0), rounds=2, eval_every=2)
+    scores = np.concatenate([record.metrics["user_accuracy"] for record in records])
+    assert np.isfinite(scores[0]) and np.isnan(scores[1])
