@@ -137,6 +137,23 @@ def test_a_rate_that_changes_equals_two_runs_with_one_rate_each(name):
     assert not problems.leaves_equal(half.model, state.model)
 
 
+@pytest.mark.parametrize("name", ["fedmeta", "fedmeta_per"])
+def test_a_client_that_adapts_after_some_rounds_has_the_rate_of_that_round(name):
+    """One step of rate 0.3 / 4 after two rounds, of a known client and of a new one, which takes a head of another client."""
+    schedule = {"inner_lr": lambda round_: 0.3 * 0.5**round_}
+    method = rates.scheduled(fm.METHODS[name], problems.task(), rates=schedule, batch_size=None)
+    algorithm, data = fm.federate(method, fm.Federation(cohort_size=7, devices=1)), problems.data()
+    state, _ = fm.simulate(algorithm, data, key=KEY, rounds=2)
+    support = data.client(3)["test_support"].in_order(128).get(0, 0)
+    heads = state.personal["head"] if name == "fedmeta_per" else jax.tree.map(lambda leaf: leaf[None], state.model["head"])
+    starts = [{**state.model, "head": jax.tree.map(lambda leaf, i=i: leaf[i], heads)} for i in range(len(heads["b"]))]
+    slope = jax.jit(jax.grad(lambda w: problems.task().loss(w, support, KEY)[0]))
+    expected = [jax.tree.map(lambda w, g: w - 0.075 * g, start, slope(start)) for start in starts]
+    known, new = (algorithm.personalize(KEY, state, data.client(3)["test_support"], client) for client in (3, None))
+    assert problems.distance(known, expected[3 % len(expected)]) < 1e-12
+    assert min(problems.distance(new, one) for one in expected) < 1e-12
+
+
 def test_a_server_rate_follows_an_optax_schedule():
     data, task = problems.data(), problems.task()
 
