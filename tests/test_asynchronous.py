@@ -464,3 +464,33 @@ def test_fedasync_clips_what_a_client_changed_not_how_far_the_server_moved_on():
     free, clipped = (added(table, server_lr=0.6, uploads=(uploads.clip(most),)) for most in (1e6, 1.01 * norm))
     assert table.staleness.max() > 20
     assert problems.distance(free, clipped) < 1e-12
+
+
+def test_a_step_for_which_nobody_returns_is_a_version_like_any_other():
+    """Clients 2 and 3 are always late: after their steps the server stands where it was, and that is what others are given."""
+    table = schedules.fedasync([1.0, 1.5, 3, 4], rounds=12, concurrency=4, most_stale=10)
+    versions, lost, starts = [0.0], set(), set()
+    for (i,), (lag,) in zip(table.cohorts, table.staleness, strict=True):
+        given = len(versions) - 1 - lag
+        share = 0.6 / np.sqrt(1 + lag) if i < 2 else 0
+        starts |= {given} if i < 2 else set()
+        versions.append((1 - share) * versions[-1] + share * (versions[given] + 1))
+        lost |= {len(versions) - 1} if i > 1 and versions[-1] > 0 else set()
+    assert lost & starts, "somebody must be given a version that the server did not move to"
+    model = added(table, server_lr=0.6, participation=lambda key, id_: fm.Participation(returned=id_ < 2))
+    for leaf in jax.tree.leaves(model):
+        np.testing.assert_allclose(leaf, versions[-1], rtol=1e-9)
+
+
+def test_a_rule_of_the_server_gets_changes_weighed_by_their_staleness_and_buffers_as_they_are():
+    """The largest of two: of changes, which are sent as falls, that is the one of the stalest."""
+    largest = lambda stacked, weights: jax.tree.map(lambda leaf: jnp.max(leaf, 0), stacked)  # noqa: E731
+    table = schedules.fedbuff([1.0, 1.5, 3, 4], rounds=8, buffer_size=2, concurrency=4, most_stale=10, exponent=0.7)
+    w, b = 0.0, [0.0]
+    for lags in table.staleness:
+        w += 0.8 * np.min((1.0 + lags) ** -0.7)
+        b.append(max(b[len(b) - 1 - lag] + 1 for lag in lags))
+    assert table.staleness.max() > 1
+    model = added(table, server_lr=0.8, aggregator=largest)
+    np.testing.assert_allclose(model["w"], w, rtol=1e-9)
+    np.testing.assert_allclose(model["b"], b[-1], rtol=1e-9)
