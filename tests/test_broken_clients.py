@@ -196,6 +196,16 @@ def test_an_empty_place_of_a_cohort_is_as_if_it_were_not_there(store):
     assert np.isnan(records[-1].metrics["loss"][-1]) and not any(record.faults for record in records)
 
 
+@pytest.mark.parametrize(("late", "diverged"), [((2, 3, 4, 5), True), ((2, 3, 4), False)])
+def test_the_share_that_was_left_out_is_one_of_the_results_that_came(late, diverged):
+    """Clients 0 and 1 of 7 break: 2 of 3 results that came are more than half, 2 of 4 are not. Late clients sent none."""
+    rule = lambda key, id_: fm.Participation(returned=~jnp.isin(id_, jnp.array(late)))  # noqa: E731
+    algorithm = fm.federate(fm.fedavg(problems.task()), fm.Federation(cohort_size=N, devices=1, participation=rule))
+    _, info = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), broken([0, 1]))
+    assert int(np.sum(info.returned)) == N - 2 - len(late)
+    assert bool(info.faults.diverged) is diverged
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.5])
 def test_the_share_that_may_be_left_out_is_checked(value):
     with pytest.raises(ValueError, match="max_dropped=.* must lie between 0 and 1"):
