@@ -18,8 +18,12 @@ def momentum(rate):
     return optax.sgd(rate, momentum=0.9)
 
 
-def test_the_first_round_is_the_same_and_only_personal_leaves_remember_it():
-    fresh, kept = (build("fedmeta", outer_optimizer=momentum, outer_slots=slots, **OPTIONS) for slots in ("fresh", "kept"))
+@pytest.mark.parametrize(
+    ("name", "more"), [("fedmeta", {}), ("imaml", {"inner_epochs": 1}), ("perfedavg", {"local_steps": 1})], ids=str
+)
+def test_the_first_round_is_the_same_and_only_personal_leaves_remember_it(name, more):
+    options = {"outer_optimizer": momentum, **OPTIONS, **more}
+    fresh, kept = (build(name, outer_slots=slots, **options) for slots in ("fresh", "kept"))
     one, other = run(fresh, 1), run(kept, 1)
     assert problems.distance(one.model, other.model) < 1e-12
     assert problems.distance(one.personal, other.personal) < 1e-12

@@ -12,10 +12,19 @@ from tests.methods.common import KEY, build, start
 DATA = problems.data()
 
 
+FAMILY = {
+    "fedmeta_per": {"batch_size": None},
+    "perfedavg": {"personal": "head"},
+    "reptile": {"personal": "head", "batch_size": 128},
+    "perfedavg_reptile": {"personal": "head"},
+}
+
+
 @pytest.mark.parametrize("score", ["online", "fitted"])
-def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_trained_and_did_not_diverge(score):
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_trained_and_did_not_diverge(name, score):
     # One full-batch step of adaptation: no randomness, and a loss that can be taken by hand.
-    algorithm = build("fedmeta_per", inner_lr=0.1, batch_size=None, score=score, devices=1)
+    algorithm = build(name, inner_lr=0.1, score=score, devices=1, **FAMILY[name])
     state = start(algorithm)
     rng = np.random.default_rng(3)
     heads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), state.personal)
