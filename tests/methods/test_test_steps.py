@@ -71,6 +71,42 @@ def test_a_test_may_take_more_steps_than_a_round(name, option, others):
     assert problems.distance(personalized(algorithm, state, CLIENT), model) < 1e-12
 
 
+HEAD_MOVES = {
+    "fedmeta": {"inner_lr": 0.2, "adapts": "head", "batch_size": 128},
+    "imaml": {"inner_lr": 0.2, "adapts": "head", "batch_size": 128, "inner_epochs": 1},
+    "reptile": {"inner_lr": 0.2, "adapts": "head", "batch_size": 128},
+    "perfedavg": {"inner_lr": 0.2, "adapts": "head"},
+    "perfedavg_reptile": {"inner_lr": 0.2, "adapts": "head"},
+    "fedavg": {"lr": 0.2, "finetune": "head", "finetune_epochs": 1, "batch_size": 128},
+    "fedprox": {"lr": 0.2, "finetune": "head", "finetune_epochs": 1, "batch_size": 128},
+    "scaffold": {"lr": 0.2, "finetune": "head", "finetune_epochs": 1, "batch_size": 128},
+    "moon": {"lr": 0.2, "finetune": "head", "finetune_epochs": 1, "batch_size": 128, "optimizer": optax.sgd},
+}
+
+
+@pytest.mark.parametrize("name", HEAD_MOVES)
+def test_a_test_moves_the_leaves_that_it_may_move(name):
+    """One step on the head, with the gradient of the whole support view; the body is the server's."""
+    algorithm = build(name, cohort_size=7, devices=1, **HEAD_MOVES[name])
+    state = run(algorithm, 1)
+    model, descent = state.model, gradient(state.model, CLIENT, "test_support")
+    expected = {"body": model["body"], "head": plus(model["head"], -0.2, descent["head"])}
+    assert problems.distance(personalized(algorithm, state, CLIENT), expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "moon"])
+def test_fine_tuning_takes_the_optimizer_of_training(name):
+    """Two gradients of the whole support view with momentum."""
+    options = {"lr": 0.2, "epochs": 1, "batch_size": 128, "finetune_epochs": 2, "optimizer": partial(optax.sgd, momentum=0.9)}
+    algorithm = build(name, cohort_size=7, devices=1, **options)
+    state = run(algorithm, 1)
+    model, velocity = state.model, jax.tree.map(jnp.zeros_like, state.model)
+    for _ in range(2):
+        velocity = plus(gradient(model, CLIENT, "test_support"), 0.9, velocity)
+        model = plus(model, -0.2, velocity)
+    assert problems.distance(personalized(algorithm, state, CLIENT), model) < 1e-12
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 def test_full_batch_steps_are_as_many_as_asked_for_and_others_for_a_new_client(name):
     options = {"lr": 0.2, "finetune_full_batch": True, "finetune_epochs": 2, "new_client_epochs": 3, "batch_size": 4}
