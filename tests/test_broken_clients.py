@@ -206,6 +206,16 @@ def test_the_share_that_was_left_out_is_one_of_the_results_that_came(late, diver
     assert bool(info.faults.diverged) is diverged
 
 
+def test_clients_that_took_no_part_are_not_left_out():
+    """Client 0 crashes and client 1 does no work; what they would have sent is not finite, and no fault."""
+    rule = lambda key, id_: fm.Participation(crashed=id_ == 0, work=jnp.where(id_ == 1, 0.0, 1.0))  # noqa: E731
+    federation = fm.Federation(cohort_size=N, devices=1, participation=rule, max_dropped=0.0)
+    algorithm = fm.federate(fm.fedavg(problems.task()), federation)
+    _, info = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), broken([0, 1]))
+    assert int(np.sum(info.returned)) == N - 2
+    assert np.all(np.asarray(info.faults.clients) == -1) and not bool(info.faults.diverged)
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.5])
 def test_the_share_that_may_be_left_out_is_checked(value):
     with pytest.raises(ValueError, match="max_dropped=.* must lie between 0 and 1"):
