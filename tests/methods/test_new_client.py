@@ -24,10 +24,10 @@ FAMILY = {
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_trained_and_did_not_diverge(name, score):
     # One full-batch step of adaptation: no randomness, and a loss that can be taken by hand.
-    algorithm = build(name, inner_lr=0.1, score=score, devices=1, **FAMILY[name])
+    algorithm = build(name, inner_lr=0.5, score=score, devices=1, **FAMILY[name])
     state = start(algorithm)
     rng = np.random.default_rng(3)
-    heads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), state.personal)
+    heads = jax.tree.map(lambda leaf: jnp.asarray(1.5 * rng.normal(size=leaf.shape)), state.personal)
     diverged, unseen = 3, 5
     heads = jax.tree.map(lambda leaf: leaf.at[diverged].set(jnp.nan), heads)
     seen = jnp.ones(7, bool).at[unseen].set(False)
@@ -40,10 +40,13 @@ def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_tra
         start = {"body": state.model["body"], "head": jax.tree.map(lambda leaf: leaf[i], heads["head"])}
         loss = lambda w: problems.task().loss(w, batch, KEY)[0]  # noqa: E731
         before, gradient = jax.value_and_grad(loss)(start)
-        adapted = jax.tree.map(lambda w, g: w - 0.1 * g, start, gradient)
-        return before if score == "online" else loss(adapted), adapted
+        adapted = jax.tree.map(lambda w, g: w - 0.5 * g, start, gradient)
+        return {"online": before, "fitted": loss(adapted)}, adapted
 
-    losses = np.array([float(tried(i)[0]) for i in range(7)])
+    both = [tried(i)[0] for i in range(7)]
+    online, fitted = (np.array([float(one[kind]) for one in both]) for kind in ("online", "fitted"))
+    assert np.nanargmin(online) != np.nanargmin(fitted)
+    losses = online if score == "online" else fitted
     # The untrained part would be the best of all, were it in the choice.
     best = int(np.nanargmin(losses))
     heads = jax.tree.map(lambda leaf: leaf.at[unseen].set(leaf[best]).at[best].set(leaf[unseen]), heads)
