@@ -106,3 +106,13 @@ def test_a_client_that_stops_at_once_changes_nothing_in_fednova():
     state, info = jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), problems.data())
     assert np.all(np.isfinite(np.concatenate([np.ravel(leaf) for leaf in state.model["head"].values()])))
     assert float(info.metrics["normaliser"][list(info.ids).index(2)]) <= 1
+
+
+@pytest.mark.parametrize(("momentum", "pull"), [(None, None), (0.6, 0.8)])
+def test_one_step_of_every_client_is_the_same_in_fednova_and_fedavg(momentum, pull):
+    """The least normaliser, 1; in a first step there is neither a velocity nor a pull."""
+    states = []
+    for name, own in (("fednova", {"momentum": momentum, "prox_weight": pull}), ("fedavg", {})):
+        algorithm = problems.build(name, lr=0.1, epochs=1, batch_size=128, cohort_size=7, devices=1, **own)
+        states.append(jax.jit(algorithm.round)(KEY, algorithm.init(KEY, problems.data()), problems.data())[0].model)
+    assert problems.distance(*states) < 1e-12
