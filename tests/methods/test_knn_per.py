@@ -1,8 +1,10 @@
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_meta as fm
@@ -18,7 +20,8 @@ def knn_per(**options):
 
 
 def test_without_neighbours_it_is_fedavg():
-    algorithm, average = knn_per(mixing=0.0), build("fedavg", **OPTIONS)
+    options = OPTIONS | {"optimizer": partial(optax.sgd, momentum=0.9), "epochs": 2}
+    algorithm, average = build("knn_per", mixing=0.0, **options), build("fedavg", **options)
     state = run(algorithm, 2)
     assert problems.leaves_equal(state, run(average, 2))
     x = batch(3).x
