@@ -269,10 +269,10 @@ class _FedMeta:
             return self.adapt(key, masks.merge(part, shared), support)[1]
 
         scores = map_clients(tried, population.personal, lanes=population.lanes)
-        # `argmin` would choose NaN first, but a part that diverged must not be chosen.
-        best = jnp.argmin(jnp.where(population.seen & ~jnp.isnan(scores), scores, jnp.inf))
-        anyone = jnp.any(population.seen)
-        part = jax.tree.map(lambda pool, start: jnp.where(anyone, pool[best], start), population.personal, initial)
+        # `argmin` would choose NaN first, but a part that diverged must not be chosen, nor one that was never trained.
+        usable = population.seen & jnp.isfinite(scores)
+        best = jnp.argmin(jnp.where(usable, scores, jnp.inf))
+        part = jax.tree.map(lambda pool, start: jnp.where(usable[best], pool[best], start), population.personal, initial)
         return self.adapt(key, masks.merge(part, shared), support)[0]
 
 
@@ -319,8 +319,8 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
     """Federated meta-learning with any meta-gradient and any personal leaves.
 
     Every client adapts to its support set before it predicts. One that is none of the N starts from the server's model and, where
-    leaves are personal, from those of the trained client with which its own adaptation does best (see `score`). One of the N that
-    no round has asked yet starts from the initial ones.
+    leaves are personal, from those of the trained client with which its own adaptation does best (see `score`); where it has no
+    finite loss with any of them, from the initial ones. So does one of the N that no round has asked yet.
 
     Args:
       task: what is learned.

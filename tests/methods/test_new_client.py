@@ -59,6 +59,17 @@ def test_a_new_client_takes_the_part_with_the_lowest_loss_of_those_that_were_tra
     assert problems.distance(adapted, tried(expected if expected != best else unseen)[1]) < 1e-12
 
 
+def test_where_no_trained_part_gives_a_finite_loss_a_new_client_starts_from_the_initial_one():
+    """The parts of client 0, which no round has asked, and of client 1, whose loss is not a number, are none to choose."""
+    algorithm = build("fedmeta_per", inner_lr=0.1, batch_size=None, devices=1)
+    state, samples = start(algorithm), DATA.client(0)["test_support"]
+    expected = jax.jit(lambda state: algorithm.personalize(KEY, state, samples, None))(state)
+    heads = jax.tree.map(lambda leaf: leaf.at[0].add(1.0).at[1].set(jnp.nan), state.personal)
+    state = state._replace(personal=heads, seen=jnp.arange(7) == 1)
+    found = jax.jit(lambda state: algorithm.personalize(KEY, state, samples, None))(state)
+    assert problems.distance(found, expected) < 1e-12
+
+
 def test_the_pull_of_a_test_counts_in_no_score_of_a_fitted_part():
     """One step, before which there is no pull: the losses before it, after it, and after it with the pull, choose three parts."""
     options = {"batch_size": None, "inner_epochs": 1, "prox_weight": 3.0, "inner_lr": 0.5, "personal": "head", "devices": 1}
