@@ -9,10 +9,11 @@ import yaml
 from fedjax_meta import checks
 from fedjax_meta import federation as federations
 from fedjax_meta.methods import METHODS
-from fedjax_meta.study import files, lookup
+from fedjax_meta.study import files, lookup, parts
 from fedjax_meta.study.files import Tree
 from fedjax_meta.study.system import keywords
 
+_CALL = re.compile(r"\s*([^\s(),=]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 ROUNDS = 40
 """Of a study that no file describes."""
 
@@ -24,21 +25,23 @@ def words(text: str) -> list[str]:
       >>> words("fedavg(lr=[0.1, 0.2], epochs=2), local_only")
       ['fedavg(lr=[0.1, 0.2], epochs=2)', 'local_only']
     """
-    parts, depth, quote = [""], 0, ""
+    found, depth, quote = [""], 0, ""
     for letter in text:
         if letter in "'\"" and quote in ("", letter):
             quote = "" if quote else letter
         elif not quote:
             depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth <= 0 and not quote:
-            parts.append("")
+            found.append("")
         else:
-            parts[-1] += letter
-    return [one.strip() for one in parts if one.strip()]
+            found[-1] += letter
+    return [one.strip() for one in found if one.strip()]
 
 
 def called(flag: str, text: str) -> tuple[str, Tree]:
-    """The name and the options of `NAME` or `NAME(KEY=VALUE, KEY=VALUE)`; a value is read as YAML.
+    """The name and the options of `NAME` or `NAME(KEY=VALUE, KEY=VALUE)`.
+
+    A value is read as YAML, but that of an option that names a part may be of this form too.
 
     Raises:
       ValueError: text of another form, an option twice.
@@ -46,8 +49,10 @@ def called(flag: str, text: str) -> tuple[str, Tree]:
     Example:
       >>> called("--partition", "dirichlet_classes(concentration=0.3, min_samples=20)")
       ('dirichlet_classes', {'concentration': 0.3, 'min_samples': 20})
+      >>> called("--systems", "fedper(aggregator=krum(f=2))")
+      ('fedper', {'aggregator': {'name': 'krum', 'f': 2}})
     """
-    found = re.fullmatch(r"\s*([^\s(),=]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    found = _CALL.fullmatch(text)
     if found is None:
         raise ValueError(f"{flag} {checks.shown(text)} must read NAME or NAME(KEY=VALUE, KEY=VALUE)")
     options: Tree = {}
@@ -56,18 +61,43 @@ def called(flag: str, text: str) -> tuple[str, Tree]:
         key = key.strip()
         if not equals or key in options or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once")
-        try:
-            options[key] = files.parsed(value.strip())
-        except (yaml.YAMLError, ValueError):  # an integer of thousands of digits, for one
-            raise ValueError(f"{flag} {found[1]}: {key}={checks.shown(value.strip())} is no YAML") from None
+        is_part = key in (*parts.PARTS, "uploads")
+        options[key] = (_part if is_part else _yaml)(f"{flag} {found[1]}: {key}", value.strip())
     return found[1], options
+
+
+def _yaml(option: str, text: str) -> Any:
+    try:
+        return files.parsed(text)
+    except (yaml.YAMLError, ValueError):  # an integer of thousands of digits, for one
+        raise ValueError(f"{option}={checks.shown(text)} is no YAML") from None
+
+
+def _part(option: str, text: str) -> Any:
+    """A part, or a list of parts, of which each is a call or YAML."""
+    call, several = _CALL.fullmatch(text), re.fullmatch(r"\[(.*)\]", text, re.DOTALL)
+    if several:
+        return [_part(option, one) for one in words(several[1])]
+    if not call or call[2] is None:
+        return _yaml(option, text)
+    name, options = called(option, text)
+    return {"name": name, **options}
+
+
+def _said(value: Any) -> str:
+    """A value of an option as a command may have it."""
+    if isinstance(value, Mapping) and "name" in value:
+        return f"{value['name']}({', '.join(f'{key}={_said(one)}' for key, one in value.items() if key != 'name')})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_said, value))}]"
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
 def study(text: str) -> Tree:
     """The tree of a study that compares methods, each with the options of a call.
 
     A list of numbers is a grid. An option of the federation (`aggregator=median`) is one of this system alone; a part is a name,
-    or a mapping, `estimator={name: implicit, prox_weight: 2}`.
+    or a call, `estimator=implicit(prox_weight=2)`; `{name: implicit, prox_weight: 2}` says the same.
 
     Raises:
       ValueError: an unknown method, no method, and what `called` refuses; options are checked by `System`.
@@ -110,9 +140,7 @@ def _system(method: str, title: str, takes: Sequence[str], options: Mapping[str,
             continue  # tables name the value that was chosen
         else:
             own["federation" if key in federations.OPTIONS and key not in takes else "options"][key] = value
-        said.append(
-            f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix('...' + chr(10)).strip()}"
-        )
+        said.append(f"{key}={_said(value)}")
     return {**own, "title": f"{title}({', '.join(said)})" if said else title}
 
 

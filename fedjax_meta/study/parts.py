@@ -220,6 +220,8 @@ def _check_needed(option: str, name: str, make: Callable[..., Any], options: Map
 
 
 def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, str) and (call := re.fullmatch(r"([\w:.]+)\(.*", given)):
+        raise ValueError(f"{option}={checks.shown(given)}: write {{name: {call[1]}, OPTION: VALUE}}")
     if isinstance(given, str):
         return given, {}
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):

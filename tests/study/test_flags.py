@@ -28,7 +28,7 @@ def test_methods_with_their_options_make_a_study():
     titles = [study.title_of(name) for name in study.systems]
     assert list(study.systems) == ["fedmeta_per", "fedavg", "fedavg-2"]
     assert titles == [
-        "fedmeta_per(estimator={name: implicit, prox_weight: 2.0}, batch_size=null)",
+        "fedmeta_per(estimator=implicit(prox_weight=2.0), batch_size=null)",
         "fedavg",
         "fedavg(aggregator=krum:f=1, cohort_size=7)",
     ]
@@ -73,6 +73,15 @@ def test_another_data_set_is_not_augmented_as_the_images_of_the_study():
         (["show", "--systems", "fedper(rate=1)"], "takes no 'rate'"),
         (["show", "--systems", "fedper, fedper"], "two systems have the title 'fedper'"),
         (["show", "--systems", "fedavg(aggregator=krum:g=1)"], "krum"),
+        (["show", "--systems", "fedavg(aggregator=krum(g=1))"], "krum takes no 'g'"),
+        (
+            ["show", "--systems", "fedavg(schedule=poisson(0.5))"],
+            "--systems fedavg: schedule poisson: '0.5' must read KEY=VALUE",
+        ),
+        (
+            ["show", "quickstart", "--set", "systems.fedavg.federation.aggregator=krum(f=1)"],
+            "'krum(f=1)': write {name: krum, OPTION: VALUE}",
+        ),
         (["show", "--systems", "fedavg", "--partition", "dirichlet_classes(alpha=1)"], "takes no 'alpha'"),
         (["show", "--systems", "fedavg", "--partition", "pie"], "partition='pie' is unknown"),
         (["show", "--systems", "fedavg", "--model", "lenet5"], "model='lenet5' is unknown"),
@@ -84,6 +93,25 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
     failed = invoke(*words)
     assert failed.exit_code != 0 and message in failed.output, failed.output
     assert "Traceback" not in failed.output
+
+
+@pytest.mark.parametrize(
+    ("call", "mapping"),
+    [
+        ("aggregator=krum(f=2)", "aggregator={name: krum, f: 2}"),
+        ("attack=sign_flip(attackers=[1, 4], scale=3)", "attack={name: sign_flip, attackers: [1, 4], scale: 3}"),
+        ("aggregator=my_rules:near(limit=2)", "aggregator={name: 'my_rules:near', limit: 2}"),
+        ("uploads=[clip(norm=1.0), mask]", "uploads=[{name: clip, norm: 1.0}, mask]"),
+        ("server_optimizer=adam()", "server_optimizer={name: adam}"),
+    ],
+)
+def test_a_part_may_be_a_call_as_a_system_is(call, mapping):
+    assert flags.study(f"fedavg({call})") == flags.study(f"fedavg({mapping})")
+
+
+def test_only_options_that_name_a_part_are_read_as_calls():
+    (mask,) = flags.study("fedavg(personal=path:block(1|2))")["systems"].values()
+    assert mask["options"] == {"personal": "path:block(1|2)"}
 
 
 @pytest.mark.long
