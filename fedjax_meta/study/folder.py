@@ -36,11 +36,15 @@ def check_run(study: Study, folder: Path, built: Mapping[str, Clients]) -> tuple
     """What a run must have in common with one that its folder holds: (what stays as it is, rounds of its phases).
 
     Raises:
-      ValueError: the folder holds another study; the message has each field that differs, with both values.
+      ValueError: the folder holds another study (the message has each field that differs, with both values), or a `study.yaml`
+        that no run wrote.
     """
     fixed, rounds = _fixed(study, built), {"final": study.rounds, "tuning": study.tuning.rounds or study.rounds}
-    begun = _begun(folder)
-    if (folder / "run.json").is_file() and begun:
+    begun, there, described = _begun(folder), (folder / "run.json").is_file(), folder / "study.yaml"
+    # A start that was killed may have left the same text without the other file.
+    if described.is_file() and not there and described.read_bytes() != to_yaml(study).encode():
+        raise ValueError(f"{described} is no file of a run, and would be overwritten: give another folder")
+    if there and begun:
         content = read_run(folder)
         _compare(folder, content, fixed, rounds, begun, cut=_cut(study, begun))
         fixed = {kind: {**content["fixed"].get(kind, {}), **given} for kind, given in fixed.items()}
@@ -55,7 +59,7 @@ def open_run(study: Study, folder: Path, built: Mapping[str, Clients], command: 
       folder: of the run; this process has it.
 
     Raises:
-      ValueError: the folder holds another study; the message has each field that differs, with both values.
+      ValueError: see `check_run`.
       OSError: it cannot be written.
     """
     path, started = folder / "run.json", _now()

@@ -118,6 +118,20 @@ def test_a_folder_with_results_of_other_scenarios_is_refused(finished):
         run.run(from_tree(other), folder, watcher=Silent())
 
 
+def test_a_study_file_that_no_run_wrote_is_not_overwritten(tmp_path):
+    """`run study.yaml --out .` would replace the user's file; what a start left that was killed before `run.json` goes on."""
+    chosen, path = study(systems={"local": TREE["systems"]["local"]}, rounds=1, seeds=[1]), tmp_path / "study.yaml"
+    path.write_text(f"# my notes\n{to_yaml(chosen)}")
+    before = path.read_bytes()
+    for start in (lambda: run.check_folder(chosen, tmp_path, run.build(chosen)), lambda: run.run(chosen, tmp_path)):
+        with pytest.raises(ValueError, match=r"study\.yaml is no file of a run, and would be overwritten: give another folder"):
+            start()
+    assert path.read_bytes() == before
+    path.write_text(to_yaml(chosen))
+    run.run(chosen, tmp_path)
+    assert (tmp_path / "run.json").is_file()
+
+
 def test_a_start_without_results_leaves_nothing_that_refuses_the_next_one(tmp_path):
     class Fails(Silent):
         def begin(self, *facts):
