@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
@@ -36,7 +37,8 @@ def packaged() -> dict[str, str]:
 def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
     """The tree of a file, or of a study of the package when there is no such file.
 
-    A file that `extends` another, or a study of the package, is laid over it as a variant is, see `variants`.
+    A file that `extends` another, or a study of the package, is laid over it as a variant is, see `variants`. The path of the
+    other file is seen from the folder of this one, or else from the current folder.
 
     Args:
       path: of the file, or the name.
@@ -49,6 +51,8 @@ def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
     name, own, there = str(path), packaged(), Path(path).exists()
     if name in extended_by:
         raise ValueError(f"{path} extends itself")
+    if not there and name not in own and (named := Path(f"{name}.yaml")).is_file():
+        raise FileNotFoundError(f"No such file or directory: {name}; there is a file {named}")
     if not there and Path(name).name == name and "." not in name:
         checks.one_of("study", name, own)
     if not there and name in own:
@@ -80,7 +84,10 @@ def read(path: str | Path, extended_by: Sequence[str] = ()) -> Tree:
     base = tree.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: extends={checks.shown(base)} must be a file, or the name of a study of the package")
-    return tree if base is None else _merged(read(base, (*extended_by, name)), tree)
+    if base is None:
+        return tree
+    beside = os.path.normpath(Path(path).parent / base)
+    return _merged(read(beside if Path(beside).is_file() else base, (*extended_by, name)), tree)
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,6 +1,7 @@
 """Studies as files: by name, with variants, entries for several, tables of published numbers, draws, other kinds of clients."""
 
 import copy
+import os
 import re
 
 import jax
@@ -46,6 +47,32 @@ def test_a_name_is_a_study_of_the_package_unless_there_is_such_a_file(tmp_path, 
     assert load("quickstart").title == TREE["title"]
     with pytest.raises(ValueError, match=r"study='quikstart' is unknown \(did you mean 'quickstart'"):
         load("quikstart")
+
+
+def test_a_file_extends_the_one_beside_it_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "mine" / "study.yaml"
+    path.write_text("extends: ../base.yaml\nrounds: 3\n", encoding="utf-8")
+    for folder in (tmp_path, tmp_path / "mine"):
+        monkeypatch.chdir(folder)
+        assert load(path) == load(os.path.relpath(path)) == study(rounds=3)
+    path.write_text("extends: base.yaml\nrounds: 3\n", encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: base\.yaml"):
+        load(path)
+    monkeypatch.chdir(tmp_path)
+    assert load(path) == study(rounds=3)
+    path.write_text("extends: study.yaml\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine.study\.yaml extends itself"):
+        load("mine/../mine/study.yaml")
+
+
+def test_a_name_without_the_ending_of_its_file_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
+    for name in ("mine", str(tmp_path / "mine")):
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*mine; there is a file .*mine\.yaml"):
+            load(name)
 
 
 def test_variants_are_laid_over_in_order_and_before_overrides(tmp_path):
