@@ -124,7 +124,9 @@ def test_a_study_file_that_no_run_wrote_is_not_overwritten(tmp_path):
     path.write_text(f"# my notes\n{to_yaml(chosen)}")
     before = path.read_bytes()
     for start in (lambda: run.check_folder(chosen, tmp_path, run.build(chosen)), lambda: run.run(chosen, tmp_path)):
-        with pytest.raises(ValueError, match=r"study\.yaml is no file of a run, and would be overwritten: give another folder"):
+        with pytest.raises(
+            ValueError, match=r"study\.yaml is no file of a run, and would be overwritten: give another folder"
+        ):
             start()
     assert path.read_bytes() == before
     path.write_text(to_yaml(chosen))
