@@ -24,6 +24,9 @@ ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
     "reptile": meta.reptile_gradient,
 }
 
+RATE = "learning_rate"
+"""The argument of an optimiser that is given later."""
+
 STEP_WEIGHTS: dict[str, Callable[..., Any]] = {"annealed": multistep.annealed}
 
 
@@ -163,9 +166,27 @@ def part(option: str, given: Any) -> Any:
         return made(option, registry, given)
     name, options = _name_and_options(option, given)
     checks.one_of(option, name, registry)
+    if registry is OPTIMIZERS:
+        _check_optimizer(option, name, options)
     _check(option, name, registry[name], options)
     _check_needed(option, name, registry[name], options, (inspect.Parameter.KEYWORD_ONLY,))  # the rest is given later
     return functools.partial(registry[name], **options) if options else registry[name]
+
+
+def _check_optimizer(option: str, name: str, options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a rate, which the method or the federation has, and for what is no number where one stands."""
+    for word in ("lr", RATE):
+        if word in options:
+            rate = option.replace("optimizer", "lr")
+            raise ValueError(f"{option} {name} takes no {word!r}: its rate is the option {rate}")
+    for word, parameter in inspect.signature(OPTIMIZERS[name]).parameters.items():
+        default, value = parameter.default, options.get(word)
+        if isinstance(default, bool) and value is not None:
+            checks.flag(f"{option} {name}: {word}", value)
+        elif (isinstance(default, (int, float)) and word in options) or (
+            isinstance(value, str) and not word.endswith("_dtype")
+        ):
+            checks.finite(f"{option} {name}: {word}", value)
 
 
 def registry_of(option: str, given: Any) -> Mapping[str, Callable[..., Any]]:
@@ -230,7 +251,8 @@ def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _check(option: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    checks.options(f"{option} {name}", options, inspect.signature(function).parameters, {}, error=ValueError)
+    takes = [word for word in inspect.signature(function).parameters if word != RATE]
+    checks.options(f"{option} {name}", options, takes, {}, error=ValueError)
 
 
 def told(
@@ -258,7 +280,8 @@ def told(
         known = registry_of("attack", attack)
         checks.one_of("attack", attack.get("name"), known)
         takes = inspect.signature(known[attack["name"]]).parameters
-        checks.options(f"attack {attack['name']}", attack.keys() - {"name"}, (*takes, ATTACKERS), {}, error=ValueError)
+        given = attack.keys() - {"name"}
+        checks.options(f"attack {attack['name']}", given, dict.fromkeys([*takes, ATTACKERS]), {}, error=ValueError)
         if own is None:
             raise ValueError(f"attack {attack.get('name')} needs attackers: give it, or the scenario, a share, attackers=0.2")
         found["attack"] = {**attack, ATTACKERS: own}
