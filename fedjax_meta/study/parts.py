@@ -379,7 +379,10 @@ def placed(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[st
         elif option in PARTS and len(words) == 1 and found.get(option) is not None:
             found[option] = {**_mapping(found[option]), words[0]: value}
         else:
-            raise ValueError(f"grid: {path} must be OPTION.KEY of a part that the federation has, or uploads.NAME.KEY")
+            raise ValueError(
+                f"grid: {path} must be OPTION.KEY of a part that the federation has, or uploads.NAME.KEY; `each` tries values of "
+                "parts of the method"
+            )
     return found
 
 
@@ -401,8 +404,10 @@ def filled(federation: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[st
 
 
 def option_at(federation: Mapping[str, Any], path: str) -> inspect.Parameter | None:
-    """The option of a part that a name in a grid means, see `placed`; `None` if it has none of this name."""
+    """The option of a part that a name in a grid means, see `placed`; `None` if there is none."""
     option, *words = path.split(".")
+    if federation.get(option) is None:  # a study or a scenario has it
+        return None
     uploaded = option == "uploads"
     registry: Mapping[str, Callable[..., Any]] = UPLOADS if uploaded else registry_of(option, federation[option])
     name = words[0] if uploaded else _named(federation[option])

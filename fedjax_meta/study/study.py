@@ -202,9 +202,12 @@ class Study:
         for name, scenario in self.scenarios.items():
             if not self.systems_on(name):
                 raise ValueError(f"scenarios.{name}: no system is run on it")
-            for system in self.systems_on(name) if scenario.federation or scenario.attackers else ():
+            for system in self.systems_on(name):
+                of_parts = {path: values[0] for path, values in self.systems[system].grid.items() if "." in path}
+                if not (scenario.federation or scenario.attackers or of_parts):
+                    continue
                 try:
-                    self.system(system, name)
+                    parts.placed(self.system(system, name).federation, of_parts)
                 except ValueError as error:
                     raise ValueError(f"scenarios.{name}, systems.{system}: {error}") from None
 

@@ -88,7 +88,8 @@ class System:
                 raise ValueError(f"{name} has a value and a grid: leave one of them out")
             numbers = isinstance(values, (list, tuple)) and values and all(_is_number(value) for value in values)
             if not numbers or len(set(values)) < len(values):
-                raise ValueError(f"grid of {name} must be a list of different numbers, not {values!r}")
+                hint = "; `each` tries other values" if isinstance(values, (list, tuple)) and values and not numbers else ""
+                raise ValueError(f"grid of {name} must be a list of different numbers, not {values!r}{hint}")
         if self.scenarios is not None and (not isinstance(self.scenarios, (list, tuple)) or not self.scenarios):
             raise ValueError(f"scenarios={self.scenarios!r} must be a list of names; leave it out for all")
         if self.projection is not None:
@@ -100,7 +101,11 @@ class System:
         if odd:
             raise ValueError(f"pooled: central training knows no {odd[0]}: leave it out")
         # Words for numbers that a scenario will give have a value here, so that the rest can be checked.
-        shared = told(placed(self.federation, {name: self.grid[name][0] for name in self.grid if "." in name}), attackers=0.1)
+        # The study or a scenario may have the part that a grid is about.
+        of_parts = {
+            name: self.grid[name][0] for name in self.grid if "." in name and name.partition(".")[0] in self.federation
+        }
+        shared = told(placed(self.federation, of_parts), attackers=0.1)
         for name, value in {**self.options, **shared}.items():
             if name in PARTS:
                 part(name, value)

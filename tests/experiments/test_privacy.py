@@ -7,6 +7,7 @@ from fedjax_meta import cli, privacy
 from fedjax_meta.data import sources
 from fedjax_meta.study import compare, from_tree, guarantees, load, parts, results, run
 from fedjax_meta.study import folder as folders
+from fedjax_meta.study.tuning import points_of
 from tests.study.common import Silent
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -148,9 +149,27 @@ def test_numbers_of_parts_may_be_grids(dataset):
     study = from_tree({"title": "x", "scenarios": {"a": {"dataset": "digits", "model": "logistic"}}, "systems": {"own": tree}})
     config = study.system("own", "a").build(study.scenarios["a"].build(), **{"uploads.clip.norm": 0.1}).config
     assert config["federation"]["uploads"][0]["norm"] == 0.1
+    tree["federation"] = {"uploads": [{"name": "clip", "norm": 1.0}]}
     for path, message in (
         ("uploads.noise.multiplier", "part='noise' is unknown"),
         ("aggregator.f", "must be OPTION.KEY of a part"),
+        ("optimizer.b1", "scenarios.a, systems.own: grid: optimizer.b1 .*; `each` tries values of parts of the method"),
     ):
         with pytest.raises(ValueError, match=message):
             from_tree({"title": "x", "scenarios": {"a": {}}, "systems": {"own": {**tree, "grid": {path: [1.0]}}}})
+
+
+def test_a_grid_may_be_of_a_part_of_the_study_or_of_a_scenario(dataset):
+    system = {"method": "fedavg", "grid": {"uploads.clip.norm": [0.1, 1.0], "attack.scale": [1, 10]}}
+    attacked = {"dataset": "digits", "model": "logistic", "federation": {"attack": {"name": "sign_flip", "attackers": 0.2}}}
+    tree = {"title": "x", "scenarios": {"a": attacked}, "systems": {"own": system}, "federation": {"uploads": ["clip"]}}
+    study = from_tree(tree)
+    made = study.system("own", "a")
+    for point in points_of(made):
+        federation = made.build(study.scenarios["a"].build(), **point).config["federation"]
+        assert federation["uploads"][0]["norm"] == point["uploads.clip.norm"]
+        assert federation["attack"]["scale"] == point["attack.scale"]
+    with pytest.raises(
+        ValueError, match=r"scenarios.b, systems.own: grid: attack.scale must be OPTION.KEY of a part that the fed"
+    ):
+        from_tree({**tree, "scenarios": {"a": attacked, "b": {"dataset": "digits", "model": "logistic"}}})

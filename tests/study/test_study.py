@@ -237,7 +237,7 @@ BAD = {
     "an empty grid": (tree(systems={"a": {"method": "fedavg", "grid": {"lr": []}}}), "grid of lr must be a list of different"),
     "words in a grid": (
         tree(systems={"a": {"method": "fedavg", "grid": {"lr": ["x"]}}}),
-        "grid of lr must be a list of different",
+        "grid of lr must be a list of different numbers, not .*; `each` tries other values",
     ),
     "an unknown part": (
         tree(systems={"a": {"method": "fedmeta", "options": {"estimator": "exakt"}}}),
