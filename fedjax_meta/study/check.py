@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import host_store as stores
-from fedjax_meta import imports
+from fedjax_meta import imports, measures
 from fedjax_meta.aggregate import as_rule
 from fedjax_meta.algorithm import State
 from fedjax_meta.asynchronous import Asynchronous
@@ -94,8 +94,17 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
         base = None if name is None else name.removesuffix("_mean")
         if base is not None and base not in found:
             raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
+    if goal is not None and 0 < goal.value < 1 and _is_high_share(study, goal.name or found[0]):
+        raise ValueError(f"stop_at={study.stop_at!r} is below 1 %: shares are in percent, so write {100 * goal.value:g}")
     if clients.new is None and any(row.clients == NEW for row in published):
         raise ValueError(f"scenario {scenario}: a published number is of new clients, but there are none")
+
+
+def _is_high_share(study: Study, score: str) -> bool:
+    """Whether a score that is measured is a share, which reports show in percent, and a higher one is better."""
+    names = [score] if score in measures.METRICS else study.metrics
+    of_name = [metric for metric in measures.resolve(names, classes=2) if metric.name == score]
+    return score in ("accuracy", "f1", USER_ACCURACY) or any(metric.share and metric.higher_is_better for metric in of_name)
 
 
 def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedjax_meta.study import from_tree, results, run, targets
+from fedjax_meta.study.check import check
 from tests.study.common import Silent, study, tree
 from tests.study.test_study import without_clocks
 
@@ -105,3 +106,17 @@ def test_a_goal_that_is_not_measured_is_refused_before_anything_is_trained(tmp_p
     with pytest.raises(ValueError, match="the score 'rmse' is not measured; there are accuracy"):
         run.run(chosen, tmp_path / "run", watcher=Silent())
     assert not (tmp_path / "run" / "results").exists()
+
+
+@pytest.mark.parametrize("goal", [0.95, "accuracy=0.95", "f1=0.95", "user_accuracy=0.95"])
+def test_a_share_that_is_not_in_percent_is_refused_before_anything_is_trained(goal, tmp_path):
+    """Nearly every run would end at its first evaluation."""
+    with pytest.raises(ValueError, match=r"stop_at=.* is below 1 %: shares are in percent, so write 95"):
+        run.run(study(stop_at=goal, user_accuracy="train"), tmp_path / "run", watcher=Silent())
+    assert not (tmp_path / "run" / "results").exists()
+
+
+@pytest.mark.parametrize("goal", ["loss=0.95", "calibration_error=0.95"])
+def test_a_small_target_of_another_score_is_taken(goal):
+    chosen = study(stop_at=goal, metrics=["accuracy", "calibration_error"])
+    check(chosen, run.build(chosen))
