@@ -14,6 +14,9 @@ from fedjax_meta.study.files import Tree
 from fedjax_meta.study.system import keywords
 
 _CALL = re.compile(r"\s*([^\s(),=]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_LISTS = {"--systems": "methods", "--partition": "partitions", "--model": "models"}
+"""By the flag, what `fedjax-meta list` calls the names that it takes."""
+
 ROUNDS = 40
 """Of a study that no file describes."""
 
@@ -60,7 +63,8 @@ def called(flag: str, text: str) -> tuple[str, Tree]:
         key, equals, value = word.partition("=")
         key = key.strip()
         if not equals or key in options or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once")
+            listed = f"; `fedjax-meta list {_LISTS[flag]} {found[1]}` shows the keys" if flag in _LISTS and not equals else ""
+            raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once{listed}")
         is_part = key in (*parts.PARTS, "uploads")
         options[key] = (_part if is_part else _yaml)(f"{flag} {found[1]}: {key}", value.strip())
     return found[1], options

@@ -175,6 +175,7 @@ class Scenario:
     server: int = 0
 
     def __post_init__(self) -> None:
+        checks.word("dataset", self.dataset)
         if self.dataset in GENERATED:
             if self.partition is not None:
                 raise ValueError(f"dataset {self.dataset} generates its clients: leave partition={self.partition!r} out")

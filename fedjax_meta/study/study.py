@@ -8,10 +8,10 @@ from typing import Any
 from fedjax_meta import checks, measures
 from fedjax_meta.federation import OPTIONS
 from fedjax_meta.report.frames import USER_ACCURACY
-from fedjax_meta.study import files, flags, parts, targets
+from fedjax_meta.study import files, flags, lookup, parts, targets
 from fedjax_meta.study.files import DRAW
 from fedjax_meta.study.scenario import Scenario
-from fedjax_meta.study.system import AMONG_CLIENTS, System
+from fedjax_meta.study.system import AMONG_CLIENTS, System, keywords
 
 STORES = ("device", "host", "disk")
 ON_DIVERGENCE = ("continue", "stop")
@@ -380,7 +380,9 @@ def _object(where: str, of: type, given: Any) -> Any:
     given = {name: value for name, value in given.items() if name not in blank}
     for name in given:
         if name not in fields:
-            raise ValueError(f"{where} has no field {name!r}{checks.nearest(name, fields)}; allowed are {', '.join(fields)}")
+            owner = _owner(of, given, name)
+            hint = checks.nearest(name, fields) if owner is None else f", which belongs to {owner}"
+            raise ValueError(f"{where} has no field {name!r}{hint}; allowed are {', '.join(fields)}")
     needed = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in given:
@@ -389,6 +391,17 @@ def _object(where: str, of: type, given: Any) -> Any:
         return of(**given)
     except ValueError as error:
         raise ValueError(str(error) if where == "study" else f"{where}: {error}") from None
+
+
+def _owner(of: type, given: Mapping[str, Any], name: Any) -> str | None:
+    """Which other field has what stands one level too high; `None` if it is not known."""
+    if of in (Study, Scenario, System) and name in OPTIONS:
+        return "federation"
+    if of is Study:
+        kinds = (("scenarios", Scenario), ("systems", System))
+        return next((kind for kind, one in kinds if name in [field.name for field in dataclasses.fields(one)]), None)
+    method = given.get("method") if of is System else None
+    return "options" if isinstance(method, str) and name in keywords(lookup.method(method)) else None
 
 
 def _drawn(scenarios: Mapping[str, Scenario], seeds: Sequence[int]) -> dict[str, Scenario]:
