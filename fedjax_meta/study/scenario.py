@@ -176,6 +176,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         checks.word("dataset", self.dataset)
+        for name in ("options", "model_options", "shift_options", "federation"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{name}={checks.shown(getattr(self, name))} must be a mapping of names and values")
         if self.dataset in GENERATED:
             if self.partition is not None:
                 raise ValueError(f"dataset {self.dataset} generates its clients: leave partition={self.partition!r} out")

@@ -66,7 +66,9 @@ class System:
     tested_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("options", "federation", "grid"):
+        if self.title is not None:
+            checks.word("title", self.title)
+        for name in ("options", "federation", "grid", "tested_with"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name}={checks.shown(getattr(self, name))} must be a mapping of names and values")
         if not isinstance(self.federation.get("uploads") or [], (list, tuple)):
