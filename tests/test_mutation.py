@@ -24,6 +24,7 @@ CORE = (
     "adaptation",
     "trajectory",
     "schedules",
+    "asynchronous",
     "participation",
     "clusters",
 )
