@@ -180,12 +180,10 @@ def _check_optimizer(option: str, name: str, options: Mapping[str, Any]) -> None
             rate = option.replace("optimizer", "lr")
             raise ValueError(f"{option} {name} takes no {word!r}: its rate is the option {rate}")
     for word, parameter in inspect.signature(OPTIMIZERS[name]).parameters.items():
-        default, value = parameter.default, options.get(word)
-        if isinstance(default, bool) and value is not None:
+        default, value = parameter.default, options.get(word, parameter.default)
+        if isinstance(default, bool):
             checks.flag(f"{option} {name}: {word}", value)
-        elif (isinstance(default, (int, float)) and word in options) or (
-            isinstance(value, str) and not word.endswith("_dtype")
-        ):
+        elif isinstance(default, (int, float)) or (isinstance(value, str) and not word.endswith("_dtype")):
             checks.finite(f"{option} {name}: {word}", value)
 
 
