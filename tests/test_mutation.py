@@ -160,6 +160,7 @@ def test_a_test_that_fails_without_an_error_ends_the_run(tmp_path):
     assert done.returncode == 1 and "the tests of fedjax_meta/size.py fail, or are slow, without an error in it" in done.stderr
 
 
+@pytest.mark.long
 def test_a_run_finds_the_survivors_and_goes_on_where_it_stopped(tmp_path):
     """In `a * 2 + (0 if a > b else 0)`, the sign, the condition and the first 0 do not matter where a < b."""
     old = "return a * 2 + (0 if a > b else 0)"
