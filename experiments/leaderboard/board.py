@@ -113,7 +113,8 @@ def said(study: Study, scenario: str, system: str) -> str:
     tree = to_tree(study)
     # How often a grid may move on does not change the numbers of the points; those that it added are in `tried`.
     parts = [*(tree[name] for name in ("rounds", "seeds", "federation")), {**tree["tuning"], "extend": 0}]
-    own = {name: value for name, value in tree["systems"][system].items() if name != "title"}
+    # Rates that do not change leave the digests of before there was this field as they were.
+    own = {name: value for name, value in tree["systems"][system].items() if name != "title" and (name != "rates" or value)}
     text = json.dumps([*parts, tree["scenarios"][scenario], own], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

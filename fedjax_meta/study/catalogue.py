@@ -25,6 +25,7 @@ from fedjax_meta.study.parts import (
     STEP_WEIGHTS,
     UPLOADS,
 )
+from fedjax_meta.study.rates import RATES
 from fedjax_meta.study.scenario import SHIFTS
 
 WIDTH = 80
@@ -55,6 +56,7 @@ FUNCTIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
             "estimator": ESTIMATORS,
             "step_weights": STEP_WEIGHTS,
             "optimizer": OPTIMIZERS,
+            "rates": RATES,
             "aggregator": AGGREGATORS,
             "attack": ATTACKS,
             "schedule": SCHEDULES,

@@ -44,7 +44,7 @@ def words(text: str) -> list[str]:
 def called(flag: str, text: str) -> tuple[str, Tree]:
     """The name and the options of `NAME` or `NAME(KEY=VALUE, KEY=VALUE)`.
 
-    A value is read as YAML, but that of an option that names a part may be of this form too.
+    A value is read as YAML, but that of an option that names a part, or holds parts, may be of this form too.
 
     Raises:
       ValueError: text of another form, an option twice.
@@ -65,7 +65,7 @@ def called(flag: str, text: str) -> tuple[str, Tree]:
         if not equals or key in options or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             listed = f"; `fedjax-meta list {_LISTS[flag]} {found[1]}` shows the keys" if flag in _LISTS and not equals else ""
             raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once{listed}")
-        is_part = key in (*parts.PARTS, "uploads")
+        is_part = key in (*parts.PARTS, "uploads", "rates")
         options[key] = (_part if is_part else _yaml)(f"{flag} {found[1]}: {key}", value.strip())
     return found[1], options
 
@@ -78,14 +78,24 @@ def _yaml(option: str, text: str) -> Any:
 
 
 def _part(option: str, text: str) -> Any:
-    """A part, or a list of parts, of which each is a call or YAML."""
-    call, several = _CALL.fullmatch(text), re.fullmatch(r"\[(.*)\]", text, re.DOTALL)
-    if several:
+    """A part, or a list or a mapping of parts, of which each is a call or YAML."""
+    if several := re.fullmatch(r"\[(.*)\]", text, re.DOTALL):
         return [_part(option, one) for one in words(several[1])]
-    if not call or call[2] is None:
+    named = re.fullmatch(r"\{(.*)\}", text, re.DOTALL)
+    entries = (
+        {key.strip(): value.strip() for key, _, value in (one.partition(":") for one in words(named[1]))} if named else {}
+    )
+    if any(_is_call(value) for value in entries.values()):
+        return {key: _part(f"{option}: {key}", value) for key, value in entries.items()}
+    if not _is_call(text):
         return _yaml(option, text)
     name, options = called(option, text)
     return {"name": name, **options}
+
+
+def _is_call(text: str) -> bool:
+    call = _CALL.fullmatch(text)
+    return call is not None and call[2] is not None
 
 
 def _said(value: Any) -> str:
@@ -94,6 +104,8 @@ def _said(value: Any) -> str:
         return f"{value['name']}({', '.join(f'{key}={_said(one)}' for key, one in value.items() if key != 'name')})"
     if isinstance(value, list):
         return f"[{', '.join(map(_said, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_said(one)}' for key, one in value.items())}}}"
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
@@ -137,7 +149,7 @@ def _system(method: str, title: str, takes: Sequence[str], options: Mapping[str,
     said = []
     for key, value in options.items():
         numbers = isinstance(value, list) and value and all(type(one) in (int, float) for one in value)
-        if key in ("projection", "preset"):
+        if key in ("projection", "preset", "pooled", "rates", "tested_with") and key not in takes:
             own[key] = value
         elif numbers:
             own["grid"][key] = value

@@ -213,7 +213,7 @@ def _fixed(study: Study, built: Mapping[str, Clients]) -> Json:
 
 def options_of(system: System) -> dict[str, Json]:
     """What the results of a system depend on, apart from the numbers of its grid."""
-    options = _said(system, ("pooled", "tested_with"))
+    options = _said(system, ("pooled", "rates", "tested_with"))
     return {key: value for key, value in options.items() if key not in ("grid", "title", "scenarios")}
 
 

@@ -13,6 +13,7 @@ from fedjax_meta.aggregate.registry import name_and_options
 from fedjax_meta.federation import Federation
 from fedjax_meta.methods.fedopt import adaptive
 from fedjax_meta.study import lookup
+from fedjax_meta.study.rates import RATES
 from fedjax_meta.study.scenario import Clients
 
 ESTIMATORS: dict[str, Callable[..., meta.Estimator]] = {
@@ -315,6 +316,22 @@ def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None)
     if not private:
         return dict(federation)
     return {**federation, "uploads": [{**one, "rounds": rounds, "delta": delta} if one in private else one for one in chain]}
+
+
+def over_rounds(given: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """The rates of a system that change, where a part that takes the number of rounds and does not say it has that of the study.
+
+    Example:
+      >>> over_rounds({"lr": "cosine", "outer_lr": {"name": "exponential", "factor": 0.9}}, 100)
+      {'lr': {'name': 'cosine', 'rounds': 100}, 'outer_lr': {'name': 'exponential', 'factor': 0.9}}
+    """
+    found: dict[str, Any] = {}
+    for option, one in given.items():
+        name, options = _name_and_options(f"rates: {option}", one)
+        checks.one_of(f"rates: {option}", name, RATES)
+        told = {"rounds": rounds} if "rounds" in inspect.signature(RATES[name]).parameters else {}
+        found[option] = {"name": name, **told, **options}
+    return found
 
 
 def _mapping(given: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Preset(NamedTuple):
       name: `SCENARIO/SYSTEM`.
       method: name in `METHODS`, or "module:name".
       options: of the method, as the study gave them.
+      rates: how rates change over the rounds, likewise.
       chosen: the values that were found.
       score: by which they were chosen, mean over the tuning's seeds, in percent if it is a share.
       metric: what that score is, with its unit.
@@ -41,6 +42,7 @@ class Preset(NamedTuple):
     name: str
     method: str
     options: Mapping[str, Json]
+    rates: Mapping[str, Json]
     chosen: Mapping[str, float]
     score: float
     metric: str
@@ -100,6 +102,7 @@ def read(path: Path, scenario: str) -> dict[str, Preset]:
                 f"{scenario}/{name}",
                 entry["method"],
                 dict(entry["options"]),
+                dict(entry.get("rates", {})),
                 {option: _number(value) for option, value in entry["chosen"].items()},
                 _number(entry["score"]),
                 entry.get("metric", "accuracy, %"),

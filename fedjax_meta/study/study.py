@@ -273,7 +273,7 @@ class Study:
         return self.user_accuracy.get(system) if isinstance(self.user_accuracy, Mapping) else self.user_accuracy
 
     def system(self, name: str, scenario: str | None = None) -> System:
-        """A system with the federation's options of the study filled in, and with what a scenario says.
+        """A system with the federation's options and the rounds of the study filled in, and with what a scenario says.
 
         Raises:
           ValueError: options of the scenario that no federation takes, and what `parts.told` and `parts.to_spend` refuse.
@@ -290,7 +290,7 @@ class Study:
             # A grid may be extended, beyond every size that is known here.
             sizes = [*own.grid["cohort_size"], 10**6] if "cohort_size" in own.grid else ()
             merged = parts.told(merged, attackers=on_scenario.attackers, cohort_sizes=sizes)
-        return dataclasses.replace(own, federation=merged)
+        return dataclasses.replace(own, federation=merged, rates=parts.over_rounds(own.rates, self.rounds))
 
 
 def load(

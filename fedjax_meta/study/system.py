@@ -15,8 +15,8 @@ from fedjax_meta.contract import Method
 from fedjax_meta.features import with_projection
 from fedjax_meta.federation import Federation
 from fedjax_meta.rounds import federate
-from fedjax_meta.study import lookup, presets
-from fedjax_meta.study.parts import PARTS, UPLOADS, at_point, filled, made, part, placed, told, with_clients
+from fedjax_meta.study import lookup, presets, rates
+from fedjax_meta.study.parts import PARTS, UPLOADS, at_point, filled, made, over_rounds, part, placed, told, with_clients
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.task import Task
 
@@ -36,6 +36,9 @@ class System:
       method: name in `METHODS`, or "module:name" of a builder of your own.
       options: of the method.
       federation: of `Federation`; `uploads` is a list of parts.
+      rates: how rates change over the rounds, by the name of an option of the method, or "server_lr" of the federation: a part
+        whose factor multiplies the value of that option, be it given or of the grid, see `study.rates`. Clients that adapt in
+        tests have the rate after the last round, unless `tested_with` says it.
       grid: values to try, by the name of an option of the method or the federation, or of an option of a part:
         "attack.scale", "uploads.clip.norm".
       title: for tables; the method's name when not given.
@@ -57,6 +60,7 @@ class System:
     method: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     federation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rates: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grid: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     title: str | None = None
     preset: str | None = None
@@ -68,7 +72,7 @@ class System:
     def __post_init__(self) -> None:
         if self.title is not None:
             checks.word("title", self.title)
-        for name in ("options", "federation", "grid", "tested_with"):
+        for name in ("options", "federation", "rates", "grid", "tested_with"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name}={checks.shown(getattr(self, name))} must be a mapping of names and values")
         if not isinstance(self.federation.get("uploads") or [], (list, tuple)):
@@ -85,6 +89,7 @@ class System:
         checks.options(self.method, self.tested_with, taken, {}, error=ValueError)
         elsewhere = dict.fromkeys(taken, "options")
         checks.options("federation", self.federation, federations.OPTIONS, elsewhere, error=ValueError)
+        self._check_rates(builder)
         for name, values in self.grid.items():
             if name in self.options or name in self.federation:
                 raise ValueError(f"{name} has a value and a grid: leave one of them out")
@@ -97,6 +102,8 @@ class System:
         if self.projection is not None:
             checks.count("projection", self.projection)
         checks.flag("pooled", self.pooled)
+        if self.pooled and self.rates:
+            raise ValueError("pooled and rates, which change over the rounds of a federation: leave one of them out")
         if self.pooled and self.tested_with:
             raise ValueError("pooled and tested_with: leave one of them out")
         odd = [name for name in AMONG_CLIENTS if self.pooled and name in self.federation]
@@ -114,6 +121,23 @@ class System:
         for one in shared.get("uploads") or ():
             made("uploads", UPLOADS, one)
 
+    def _check_rates(self, builder: Callable[..., Method]) -> None:
+        own = rates.of(builder)
+        checks.options(f"rates of {self.method}", self.rates, [*own, rates.SERVER], {}, error=ValueError)
+        if rates.SERVER in self.rates and rates.SERVER in own:
+            raise ValueError(
+                f"rates: {self.method} has {rates.SERVER} of its own, for an optimiser that counts rounds itself: take a method "
+                f"without it, such as fedavg with federation: {{server_optimizer: adam, {rates.SERVER}: 0.01}}"
+            )
+        for name, value in self.options.items():
+            word = value.get("name") if isinstance(value, Mapping) else str(value).partition("(")[0]
+            if word in rates.RATES and name in own:
+                raise ValueError(
+                    f"{name}={checks.shown(value)}: give {name} a number, and beside it rates: {{{name}: {word}}}"
+                )
+        for name, value in over_rounds(self.rates, rounds=checks.LARGEST_COUNT).items():
+            made(f"rates: {name}", rates.RATES, value)
+
     def _fill_in(self, preset: presets.Preset) -> None:
         if preset.method != self.method:
             raise ValueError(f"preset {preset.name} is of method {preset.method}, not {self.method}")
@@ -121,6 +145,7 @@ class System:
         for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
             tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
+        object.__setattr__(self, "rates", {**preset.rates, **self.rates})
         # Options of parts, where the system has the part and does not say them itself.
         of_parts = {name: value for name, value in free.items() if "." in name and name not in self.grid}
         object.__setattr__(self, "federation", filled(self.federation, of_parts))
@@ -130,8 +155,9 @@ class System:
         return federate(*self.parts(clients_or_task, **numbers))
 
     def tested(self) -> "System":
-        """The system as clients are tested, with the options of `tested_with`."""
-        return dataclasses.replace(self, options={**self.options, **self.tested_with}, tested_with={})
+        """The system as clients are tested, with the options of `tested_with`, which do not change over the rounds."""
+        changing = {name: part for name, part in self.rates.items() if name not in self.tested_with}
+        return dataclasses.replace(self, options={**self.options, **self.tested_with}, rates=changing, tested_with={})
 
     def parts(self, clients_or_task: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
         """The method and its federation.
@@ -157,7 +183,10 @@ class System:
             shared = with_clients(federation, clients)
             if self.projection is not None:
                 task = with_projection(task, *_size_of_head(task), projection=self.projection)
-            return builder(task, **options), Federation(**shared)
+            factors = {name: made(f"rates: {name}", rates.RATES, value) for name, value in self.rates.items()}
+            of_server = factors.pop(rates.SERVER, None)
+            method = rates.method(builder, task, factors, options)
+            return method, rates.federation(Federation(**shared), of_server, method)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

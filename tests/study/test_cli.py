@@ -337,6 +337,7 @@ def test_every_name_of_a_study_is_listed_whole():
             ("aggregator", parts.AGGREGATORS),
             ("attack", parts.ATTACKS),
             ("schedule", parts.SCHEDULES),
+            ("rates", parts.RATES),
             ("participation", parts.PARTICIPATION),
             ("uploads", parts.UPLOADS),
         )

@@ -103,10 +103,22 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
         ("aggregator=my_rules:near(limit=2)", "aggregator={name: 'my_rules:near', limit: 2}"),
         ("uploads=[clip(norm=1.0), mask]", "uploads=[{name: clip, norm: 1.0}, mask]"),
         ("server_optimizer=adam()", "server_optimizer={name: adam}"),
+        ("rates={lr: cosine}", "rates={'lr': 'cosine'}"),
+        (
+            "rates={lr: steps(after=[2, 3], factor=0.5), server_lr: linear}",
+            "rates={lr: {name: steps, after: [2, 3], factor: 0.5}, server_lr: linear}",
+        ),
     ],
 )
 def test_a_part_may_be_a_call_as_a_system_is(call, mapping):
     assert flags.study(f"fedavg({call})") == flags.study(f"fedavg({mapping})")
+
+
+def test_fields_of_a_system_are_no_options():
+    words = "rates={lr: cosine(end=0.1)}, tested_with={finetune_epochs: 1}, pooled=false"
+    (fedavg,) = flags.study(f"fedavg({words}, lr=[0.1, 0.2])")["systems"].values()
+    assert fedavg["rates"] == {"lr": {"name": "cosine", "end": 0.1}} and fedavg["tested_with"] == {"finetune_epochs": 1}
+    assert fedavg["pooled"] is False and fedavg["options"] == {} and fedavg["title"] == f"fedavg({words})"
 
 
 def test_only_options_that_name_a_part_are_read_as_calls():
