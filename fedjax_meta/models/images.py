@@ -157,7 +157,7 @@ def _is_float(dtype: Any) -> bool:
 
 def _tuple(name: str, values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)):
-        raise ValueError(f"{name}={checks.shown(values)} must be a tuple of sizes")
+        raise ValueError(f"{name}={checks.shown(values)} must be a tuple of sizes; one size too is written in brackets")
     return tuple(values)
 
 

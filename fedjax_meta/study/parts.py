@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -156,6 +156,18 @@ ATTACKERS = "attackers"
 """A word in options of aggregators and attacks, in place of how many clients attack, or which share of them."""
 
 
+def where(name: str, options: Collection[str]) -> str | None:
+    """How a part of this name is written, in one of these options; `None` if none of them has such a part.
+
+    Example:
+      >>> where("clip", ["uploads"]), where("adam", ["lr", "outer_optimizer", "server_optimizer"]), where("lr", ["lr"])
+      ('uploads: [{name: clip}]', 'outer_optimizer: adam', None)
+    """
+    if name in UPLOADS and "uploads" in options:
+        return f"uploads: [{{name: {name}}}]"
+    return next((f"{option}: {name}" for option in options if option in PARTS and name in PARTS[option][0]), None)
+
+
 def part(option: str, given: Any) -> Any:
     """A part from its name, or from a mapping with its `name` and options."""
     if given is None:
@@ -246,7 +258,9 @@ def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
         return given, {}
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return given["name"], {key: value for key, value in given.items() if key != "name"}
-    raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}")
+    name = next(iter(given), None) if isinstance(given, Mapping) else None
+    hint = f"; write {{name: {name}, OPTION: VALUE}}" if name is not None and where(name, [*PARTS, "uploads"]) else ""
+    raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}{hint}")
 
 
 def _check(option: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -309,7 +323,7 @@ def to_spend(federation: Mapping[str, Any], *, rounds: int, delta: float | None)
     """
     chain = federation.get("uploads") or ()
     if not isinstance(chain, (list, tuple)):
-        raise ValueError(f"uploads={checks.shown(chain)} must be a list of parts")
+        raise ValueError(f"uploads={checks.shown(chain)} must be a list of parts, e.g. [{{name: clip, norm: 1.0}}]")
     private = [one for one in chain if isinstance(one, Mapping) and one.get("epsilon") is not None]
     if any({"rounds", "delta"} & set(one) for one in private):
         raise ValueError("noise by its epsilon takes rounds and delta from the study: leave them out")

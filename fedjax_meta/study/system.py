@@ -16,9 +16,24 @@ from fedjax_meta.features import with_projection
 from fedjax_meta.federation import Federation
 from fedjax_meta.rounds import federate
 from fedjax_meta.study import lookup, presets, rates
-from fedjax_meta.study.parts import PARTS, UPLOADS, at_point, filled, made, over_rounds, part, placed, told, with_clients
+from fedjax_meta.study.parts import (
+    PARTS,
+    UPLOADS,
+    at_point,
+    filled,
+    made,
+    over_rounds,
+    part,
+    placed,
+    told,
+    where,
+    with_clients,
+)
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.task import Task
+
+OF_A_STUDY = ("rounds", "seeds", "eval_every", "metrics", "tuning", "data_seeds", "store", "stop_at")
+"""Fields of a study that one may look for in a system."""
 
 AMONG_CLIENTS = ("participation", "uploads", "aggregator", "attack")
 """Options of a federation that central training does not have. Of the schedule it has the number of passes alone."""
@@ -76,7 +91,8 @@ class System:
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name}={checks.shown(getattr(self, name))} must be a mapping of names and values")
         if not isinstance(self.federation.get("uploads") or [], (list, tuple)):
-            raise ValueError(f"uploads={checks.shown(self.federation['uploads'])} must be a list of parts")
+            chain = checks.shown(self.federation["uploads"])
+            raise ValueError(f"uploads={chain} must be a list of parts, e.g. [{{name: clip, norm: 1.0}}]")
         builder = lookup.method(self.method)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
@@ -85,7 +101,11 @@ class System:
         plain = [name for name in self.grid if "." not in name]
         taken, given = keywords(builder), {**self.options, **dict.fromkeys(plain)}
         own = [name for name in given if name not in federations.OPTIONS or name in self.options]
-        checks.options(self.method, own, taken, dict.fromkeys(federations.OPTIONS, "federation"), error=ValueError)
+        for name in own:
+            if name not in taken and (written := where(name, [*taken, *federations.OPTIONS])):
+                raise ValueError(f"{self.method} takes no {name!r}: it is a part, which is written as {written}")
+        elsewhere = {**dict.fromkeys(OF_A_STUDY, "the study"), **dict.fromkeys(federations.OPTIONS, "federation")}
+        checks.options(self.method, own, taken, elsewhere, error=ValueError)
         checks.options(self.method, self.tested_with, taken, {}, error=ValueError)
         elsewhere = dict.fromkeys(taken, "options")
         checks.options("federation", self.federation, federations.OPTIONS, elsewhere, error=ValueError)
