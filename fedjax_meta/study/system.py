@@ -96,10 +96,20 @@ class System:
         builder = lookup.method(self.method)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
+        self._check_options(keywords(builder))
+        self._check_rates(builder)
+        self._check_grid()
+        if self.scenarios is not None and (not isinstance(self.scenarios, (list, tuple)) or not self.scenarios):
+            raise ValueError(f"scenarios={self.scenarios!r} must be a list of names; leave it out for all")
+        if self.projection is not None:
+            checks.count("projection", self.projection)
+        self._check_pooled()
+        self._check_parts()
+
+    def _check_options(self, taken: Sequence[str]) -> None:
         for name in self.grid:
             checks.word("option in the grid", name)
-        plain = [name for name in self.grid if "." not in name]
-        taken, given = keywords(builder), {**self.options, **dict.fromkeys(plain)}
+        given = {**self.options, **{name: None for name in self.grid if "." not in name}}
         own = [name for name in given if name not in federations.OPTIONS or name in self.options]
         for name in own:
             if name not in taken and (written := where(name, [*taken, *federations.OPTIONS])):
@@ -107,9 +117,9 @@ class System:
         elsewhere = {**dict.fromkeys(OF_A_STUDY, "the study"), **dict.fromkeys(federations.OPTIONS, "federation")}
         checks.options(self.method, own, taken, elsewhere, error=ValueError)
         checks.options(self.method, self.tested_with, taken, {}, error=ValueError)
-        elsewhere = dict.fromkeys(taken, "options")
-        checks.options("federation", self.federation, federations.OPTIONS, elsewhere, error=ValueError)
-        self._check_rates(builder)
+        checks.options("federation", self.federation, federations.OPTIONS, dict.fromkeys(taken, "options"), error=ValueError)
+
+    def _check_grid(self) -> None:
         for name, values in self.grid.items():
             if name in self.options or name in self.federation:
                 raise ValueError(f"{name} has a value and a grid: leave one of them out")
@@ -117,10 +127,8 @@ class System:
             if not numbers or len(set(values)) < len(values):
                 hint = "; `each` tries other values" if isinstance(values, (list, tuple)) and values and not numbers else ""
                 raise ValueError(f"grid of {name} must be a list of different numbers, not {values!r}{hint}")
-        if self.scenarios is not None and (not isinstance(self.scenarios, (list, tuple)) or not self.scenarios):
-            raise ValueError(f"scenarios={self.scenarios!r} must be a list of names; leave it out for all")
-        if self.projection is not None:
-            checks.count("projection", self.projection)
+
+    def _check_pooled(self) -> None:
         checks.flag("pooled", self.pooled)
         if self.pooled and self.rates:
             raise ValueError("pooled and rates, which change over the rounds of a federation: leave one of them out")
@@ -129,10 +137,12 @@ class System:
         odd = [name for name in AMONG_CLIENTS if self.pooled and name in self.federation]
         if odd:
             raise ValueError(f"pooled: central training knows no {odd[0]}: leave it out")
+
+    def _check_parts(self) -> None:
         # Words for numbers that a scenario will give have a value here, so that the rest can be checked.
         # The study or a scenario may have the part that a grid is about.
         of_parts = {
-            name: self.grid[name][0] for name in self.grid if "." in name and name.partition(".")[0] in self.federation
+            name: values[0] for name, values in self.grid.items() if "." in name and name.split(".")[0] in self.federation
         }
         shared = told(placed(self.federation, of_parts), attackers=0.1)
         for name, value in {**self.options, **shared}.items():
