@@ -94,8 +94,8 @@ class Faults(NamedTuple):
       clients: int32 `[C]`, for each client the first leaf of its result that holds NaN or infinity. Such a client was left out of
         the round: nothing of it was used, and it keeps what it had.
       server: int32 scalar, the first such leaf of what the server keeps after the round.
-      diverged: bool scalar, whether the server's leaves are not finite, all clients were left out, or more than the federation
-        tolerates.
+      diverged: bool scalar, whether the server's leaves are not finite, or more clients were left out than
+        `Federation.max_dropped` allows.
     """
 
     clients: jax.Array

@@ -183,7 +183,8 @@ class Method:
         received minus the value after training. For methods whose server's state follows from the memories; by default
         `Trained.memory` in any case. Statistics are then changes of the memory, so that error feedback leaves them out: the next
         change has what was not sent.
-      init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only.
+      init_extra: `(model, data) -> extra`, the server's; it may read shapes of the data only. A host store gives it a part of the
+        clients at a time: read `data.total_clients`, never `data.num_clients`.
       update_extra: `(state, mean statistics, summed statistics weight, N) -> extra`, after the model has moved: `state` has the
         new model and the old extra state. The mean is 0 where the weight is 0. N counts the clients that train: those that have
         rows. A store of one's own says it by `FederatedData.drawn`.
@@ -219,7 +220,8 @@ class Method:
       config: the name and every hyper-parameter, filled in by the builder.
 
     Raises:
-      ValueError: a field of another kind; `keep_mean` without `statistics_renew_extra`.
+      ValueError: a field of another kind (of optional rules and flags, `federate` says it); `keep_mean` without
+        `statistics_renew_extra`.
     """
 
     init: Callable[[Key], PyTree]

@@ -39,9 +39,9 @@ class Evaluation(NamedTuple):
       confusion: int32 `[N, K, K]`, true classes in rows, predicted ones in columns, or float32 where targets have real weights;
         `None` if it was not measured.
       loss: `[N]`, the mean loss: of class labels the cross-entropy, else the task's loss (an opaque one as in training, e.g. with
-        dropout). Where it is not finite, the model has
-        diverged and the scores mean nothing: take them through `metrics.where_finite`, as `summary` does. `None` where the task's
-        loss is an opaque function and the method predicts by more than the task's variables.
+        dropout). Where it is not finite, the model has diverged and the scores mean nothing: take them through
+        `metrics.where_finite`, as `summary` does. `None` where the task's loss is an opaque function and the method predicts by
+        more than the task's variables.
       metrics: the `measures.Score` of each other metric, by name.
     """
 
@@ -238,7 +238,7 @@ def _loss(
 def with_user_accuracy(
     algorithm: Method | Algorithm,
     *,
-    support: str = "test_support",
+    support: str = "train",
     query: str = "test",
     excluded: Any = (),
     lanes: int | None = None,
@@ -254,7 +254,7 @@ def with_user_accuracy(
 
     Args:
       algorithm: what to run.
-      support, query: names of the views.
+      support, query: names of the views, which must share no sample: "test_support" is a part of "test".
       excluded: ids of clients that do not count (the paper's noisy ones).
       lanes, devices: as in `engine.run_cohort`.
 

@@ -42,7 +42,8 @@ class Federation:
       cohort_size: C, clients in a round.
       schedule: which clients, see `schedules`.
       participation: `(key, client id) -> Participation`, what becomes of a client that was asked; by default all finish. A round
-        from which no client returns changes nothing but its number, apart from what late clients keep.
+        from which no client returns changes nothing but its number, apart from what late clients keep and the noise of
+        `uploads.noise`, which the server adds in every round.
       uploads: a chain of transformations of what clients send to be averaged, see `fedjax_meta.uploads`.
       aggregator: `(stacked uploads [C, ...], weights [C]) -> upload` in place of the weighted mean, also of statistics:
         `aggregate.median`, `aggregate.trimmed_mean(share)`; or an `aggregate.Rule`. It takes memory for C uploads, where the

@@ -152,7 +152,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
             raise TypeError(f"evaluators[{name!r}] must be an Evaluator, e.g. {example}, not {checks.shown(test)}")
         if test.known and isinstance(test.data, FederatedData):
             check_known(test.data, row_ids(data))
-    _check_schedule(algorithm, run_keys(key)[1], data, rounds)
+    check_schedule(algorithm, run_keys(key)[1], data, rounds)
     most = min(eval_every, _MOST_AT_ONCE)
     if store is None:
         run: _OnDevice | _OnHost = _OnDevice(algorithm, key, data, tests, state, most=most)
@@ -182,7 +182,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
     return run.state, records
 
 
-def _check_schedule(algorithm: Algorithm, key: Key, data: FederatedData, rounds: int) -> None:
+def check_schedule(algorithm: Algorithm, key: Key, data: FederatedData, rounds: int) -> None:
     """Raises `ValueError` if a schedule of one's own draws a client twice or one that is none of the N, in the first rounds."""
     told = algorithm.config.get("federation", {}).get("schedule")
     if not isinstance(told, str) or told.startswith("fedjax_meta."):

@@ -26,10 +26,10 @@ from fedjax_meta.blocks import Compiled, Log, run_keys, run_rounds, schedule, st
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
 from fedjax_meta.faults import faults_in, leaf_names
-from fedjax_meta.federation import Federation
+from fedjax_meta.federation import Federation, check_values
 from fedjax_meta.keys import tagged
 from fedjax_meta.rounds import federate
-from fedjax_meta.simulation import Record
+from fedjax_meta.simulation import Record, check_schedule
 from fedjax_meta.types import Key
 
 MEMBERS = "members"
@@ -134,6 +134,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
         that have not finished equally many rounds, programs of another sweep, and what `simulate` raises.
     """
     checks.count("rounds", rounds)
+    checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     check_distinct(data)
     stops = _stops(rounds, eval_every)
     some_rest = active is not None and not all(active)
@@ -152,6 +153,9 @@ def sweep(  # over 80 lines: half of them explain the arguments
         raise ValueError("these programs are of a sweep of other members")
     elif some_rest and not programs.prunes:
         raise ValueError("these programs were made without prunes=True")
+    check_values(programs.algorithm.task, data)
+    for seed in dict.fromkeys(member.seed for member in members):
+        check_schedule(programs.algorithm, run_keys(jax.random.key(seed))[1], data, rounds)
     run = _Sweep(programs, state, active)
     if run.done > rounds:
         raise ValueError(f"rounds={rounds}, but the state has finished {run.done} rounds already")

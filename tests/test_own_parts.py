@@ -1,6 +1,7 @@
 """Parts of one's own that return something else than they should: one line that says which part, before anything is trained."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,10 @@ def test_parts_of_a_federation(options, words):
     with pytest.raises(ValueError, match=words) as error:
         fm.simulate(method_of("fedavg"), problems.data(), key=KEY, rounds=1, federation=federation)
     assert "\n" not in str(error.value)
+    if "schedule" in options:
+        members = fm.sweeps.members([{"lr": 0.1}], [0])
+        with pytest.raises(ValueError, match=words):
+            fm.sweep(partial(fm.fedavg, problems.task()), members, problems.data(), rounds=1, federation=federation)
 
 
 @pytest.mark.parametrize(

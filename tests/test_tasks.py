@@ -1,6 +1,7 @@
 """Tasks beyond one label an image: their losses by NumPy, padding that changes no result, trees of samples in whole runs."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -179,6 +180,9 @@ def test_labels_that_are_neither_0_nor_1_nor_between_are_refused():
         fm.simulate(method, signs, key=KEY, rounds=1, federation=federation)
     with pytest.raises(ValueError, match=message):
         fm.federate(method, federation).init(KEY, signs)
+    with pytest.raises(ValueError, match=message):
+        members = fm.sweeps.members([{"lr": 0.1}], [0])
+        fm.sweep(partial(fm.fedavg, label_task()), members, signs, rounds=1, federation=federation)
     # In a program that cannot look at them, such a client is left out.
     algorithm = fm.federate(method, federation)
     _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, signs), signs)

@@ -37,6 +37,17 @@ def test_excluded_clients_do_not_count():
     assert np.isnan(info.metrics["user_accuracy"])
 
 
+def test_by_default_no_sample_is_both_adapted_on_and_tested():
+    """Random labels can be learned by heart, but not foretold."""
+    rng = np.random.default_rng(0)
+    data = fm.from_clients([(rng.normal(size=(60, 40)), rng.integers(0, 2, 60)) for _ in range(20)], num_classes=2)
+    task = fm.classification(lambda key: {"head": jnp.zeros((40, 2))}, lambda p, x: x @ p["head"], layers=("head",))
+    by_heart = fm.fedavg(task, lr=0.5, finetune_epochs=100, finetune_lr=0.5)
+    algorithm = fm.with_user_accuracy(federate(by_heart, Federation(cohort_size=20)))
+    _, info = jax.jit(algorithm.round)(jax.random.key(1), algorithm.init(jax.random.key(0), data), data)
+    assert float(info.metrics["user_accuracy"]) < 0.57
+
+
 def test_measuring_changes_no_training():
     plain = problems.build("fedavg", lr=0.1, cohort_size=4)
     state = plain.init(jax.random.key(0), problems.data())

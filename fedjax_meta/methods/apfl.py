@@ -147,6 +147,8 @@ def apfl(
 ) -> Method:
     """APFL. A client that never took part trains a v from the global model on its support set, at the initial share.
 
+    The metric "loss" of a round is f(w) + f(v̄) with steps "together", and f(v̄) with steps "in_turn".
+
     Args:
       task, epochs, batch_size, new_client_epochs: as in `fedavg`.
       lr: learning rate of both models.

@@ -1,4 +1,4 @@
-"""Per-FedAvg: in a round, each client takes K meta-steps on batches of its train view, and the server averages the models.
+"""Per-FedAvg: in a round, each client takes tau meta-steps on batches of its train view, and the server averages the models.
 
 Fallah, Mokhtari, Ozdaglar: "Personalized federated learning with theoretical guarantees: a model-agnostic meta-learning
 approach", NeurIPS 2020, arXiv 2002.07948, Algorithm 1. A step draws three independent batches and descends along
@@ -71,7 +71,7 @@ def perfedavg(
       inner_lr: alpha.
       outer_lr: beta.
       estimator: how the meta-gradient is found. `meta.exact` and `meta.first_order` do not read the third batch.
-      local_steps: K, meta-steps of a client in a round.
+      local_steps: tau, meta-steps of a client in a round.
       batch_size: samples of each batch; `None` takes all samples of the train view for each of the three.
       test_lr: rate of the steps in a test; `inner_lr` when not given.
       test_steps: full-batch steps on a test client's support view; batch norm has the statistics of each of its chunks, see

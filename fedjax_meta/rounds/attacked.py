@@ -50,6 +50,22 @@ def poisoned(setting: Setting, client: ClientData, id_: jax.Array, data: Federat
     return attack.poisoned(client, id_, _of(members, id_), data.num_classes)
 
 
+class Conspirator(NamedTuple):
+    """What `by_cohort` must know of each client, in `Outputs.read` until then.
+
+    Attributes:
+      read: what `collaborate` reads of it.
+      before: the same, as the client began with it.
+      own: its personal leaves where the server averages them, else `()`.
+      first: of the leaves of its upload, the number of the first, see `algorithm.Faults`.
+    """
+
+    read: PyTree
+    before: PyTree
+    own: PyTree
+    first: jax.Array
+
+
 def by_client(
     setting: Setting,
     key: Key,
@@ -78,7 +94,8 @@ def by_client(
         message = _falsified(setting, lie, lambda leaf: attacks, message, reference)
         message, unfit = _refused(setting, message, place())
     own = masks.split(received.model, setting.personal)[0] if setting.federation.average_personal else ()
-    return message, message.read if attack.conspire is None else (message.read, before, own, jnp.int32(place())), unfit
+    read = message.read if attack.conspire is None else Conspirator(message.read, before, own, jnp.int32(place()))
+    return message, read, unfit
 
 
 def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
@@ -92,8 +109,8 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
         return outputs
     attack, members = found
     (*upload, measured), weights = outputs.upload
-    read, before, own, place = outputs.read
-    message = Message(tuple(upload), measured, outputs.stacked, read)
+    known: Conspirator = outputs.read
+    message = Message(tuple(upload), measured, outputs.stacked, known.read)
     of_one = jax.tree.map(lambda leaf: leaf[0], message._replace(read=()))
 
     def unchanged(id_: jax.Array, mine: PyTree) -> Message:
@@ -105,14 +122,14 @@ def by_cohort(setting: Setting, context: Context, outputs: Outputs) -> Outputs:
         return found._replace(upload=stale.scaled(setting, state.model, given.model, found.upload, weight))
 
     if setting.federation.average_personal or setting.asynchronous is not None:
-        reference = jax.vmap(unchanged)(ids, own)
+        reference = jax.vmap(unchanged)(ids, known.own)
     else:
         reference = jax.tree.map(lambda leaf: leaf[None], unchanged(ids[0], ()))
-    reference = reference._replace(read=before)
+    reference = reference._replace(read=known.before)
     attacks = _of(members, ids)
     lie = partial(attack.together, attacks, outputs.returned)
     message = _falsified(setting, lie, partial(along, attacks), message, reference, each=jax.vmap)
-    message, unfit = jax.vmap(partial(_refused, setting))(message, place)
+    message, unfit = jax.vmap(partial(_refused, setting))(message, known.first)
     fits = unfit < 0
     weights = zeros_unless(fits, weights)
     broken = jnp.where(outputs.returned & ~fits, unfit, outputs.broken)

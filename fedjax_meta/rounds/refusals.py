@@ -1,5 +1,8 @@
 """Refuses a method and a federation that cannot go together. `leaks` refuses what only a trace of the client rule tells."""
 
+import dataclasses
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +17,8 @@ from fedjax_meta.uploads import TRANSFORMATIONS, Chain, kinds
 
 
 def refuse(method: Method, federation: Federation) -> None:
-    """Raises `ValueError` if a method cannot run in a federation."""
+    """Raises `ValueError` if a method cannot run in a federation, or has a field of another kind than its rules need."""
+    _check_kinds(method)
     if method.collaborate is not None:
         for words in (method.collaborate.reads, method.collaborate.gives):
             _check_names(words)
@@ -43,6 +47,18 @@ def refuse(method: Method, federation: Federation) -> None:
             f"{method.name} has a server optimiser of its own: server_lr={rate} alone would replace it by SGD; give "
             "server_optimizer too, or set the rate in the method"
         )
+
+
+def _check_kinds(method: Method) -> None:
+    for name in ("remember", "update_extra", "inherit", "direction", "new_client", "travels"):
+        rule = getattr(method, name)
+        if rule is not None and not callable(rule):
+            raise ValueError(f"{name} of {method.name} must be a function, not {checks.shown(rule)}")
+    for field in dataclasses.fields(method):
+        if field.type is bool:
+            checks.flag(field.name, getattr(method, field.name))
+    if not isinstance(method.refuses, Mapping):
+        raise ValueError(f"refuses={checks.shown(method.refuses)} of {method.name} must be a mapping, e.g. {{'clip': 'why'}}")
 
 
 def refuse_hiding_uploads(method: Method, federation: Federation) -> None:

@@ -2,14 +2,14 @@
 
 import dataclasses
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks, loops, masks
-from fedjax_meta.aggregate import WeightedSum, mean, per_unit, sum_clients, weigh
+from fedjax_meta.aggregate import Rule, WeightedSum, mean, per_unit, sum_clients, weigh
 from fedjax_meta.algorithm import Aggregation, State, training_size, with_metrics
 from fedjax_meta.contract import Cohort
 from fedjax_meta.data import FederatedData
@@ -27,37 +27,57 @@ def next_state(
 ) -> State:
     """The state after the server's step, with the clients' old rows; unchanged if no upload came."""
     chain = setting.chain
-    (average, statistics, measured), forms, weight, memory = _aggregate(setting, key, state, summed, outputs, ids, data)
+    if setting.rule is None:
+        found = _weighted_mean(setting, key, state, summed, outputs, ids, data)
+    else:
+        found = _by_rule(setting, setting.rule, key, state, outputs, data)
+    average, statistics, measured = found.average
     kept, divisor = state.aggregation.uploads, setting.divisor(data.drawn_from)
     context = ServerContext(divisor, chain.clip_norm(kept), ids, outputs.returned, chain.spent)
     whole = (average, statistics)
     sent, kept = chain.server(tagged(key, "server uploads"), setting.sent(whole), context, kept, measured)
     average, statistics = setting.with_unsent(sent, whole)
     # Noise comes before the rounding to 16 bits: a rounded mean could move further than one client's clipped upload.
-    average, statistics = jax.tree.map(lambda leaf, form: leaf.astype(form.dtype), (average, statistics), forms[:2])
+    average, statistics = jax.tree.map(lambda leaf, form: leaf.astype(form.dtype), (average, statistics), found.forms[:2])
     # Noise comes in every round: a round without it would tell that no client returned.
     some = jnp.any(outputs.returned) | chain.fixed_divisor
     if setting.method.sums_pseudo_gradients:
         count = divisor if chain.fixed_divisor else jnp.sum(outputs.returned)
         moving, held = masks.split(average, setting.shared)
         average = masks.merge(jax.tree.map(lambda leaf: leaf * jnp.asarray(count, leaf.dtype), moving), held)
-    moved = _step(setting, state, average, statistics, weight, training_size(state, data), some)
-    aggregation = where(some, Aggregation(kept, memory), state.aggregation._replace(past=()))
+    moved = _step(setting, state, average, statistics, found.weight, training_size(state, data), some)
+    aggregation = where(some, Aggregation(kept, found.memory), state.aggregation._replace(past=()))
     return moved._replace(aggregation=aggregation._replace(past=stale.pushed(setting, state, moved.model)))
 
 
-def _aggregate(
+class _Aggregated(NamedTuple):
+    """What becomes of a cohort's uploads.
+
+    Attributes:
+      average: of the model's part, of the statistics and of what was measured; where noise follows, not yet rounded to the types
+        of uploads.
+      forms: the same three with the types that uploads have.
+      weight: summed weight of the statistics.
+      memory: of the aggregation rule.
+    """
+
+    average: tuple[PyTree, PyTree, PyTree]
+    forms: PyTree
+    weight: PyTree
+    memory: PyTree
+
+
+def _weighted_mean(
     setting: Setting, key: Key, state: State, summed: Any, outputs: Outputs, ids: jax.Array, data: FederatedData
-) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, PyTree, PyTree]:
-    """((average of the model's part, of the statistics, of what was measured), the same three with the types that uploads have,
-    summed weight of the statistics, the memory of the aggregation rule). Where noise follows, the averages are not yet rounded to
-    these types."""
-    rule = setting.rule
-    if rule is None:
-        summed = jax.tree.map(sum_clients, jax.vmap(weigh)(*outputs.upload)) if setting.stacks else summed
-        summed = _total(setting, key, summed, outputs.returned, ids, data)
-        forms = jax.eval_shape(mean, summed)
-        return mean(summed, as_summed=setting.chain.fixed_divisor), forms, summed.weight[1], state.aggregation.rule
+) -> _Aggregated:
+    # Attackers that act together changed the stacked uploads after `summed` was made.
+    summed = jax.tree.map(sum_clients, jax.vmap(weigh)(*outputs.upload)) if setting.stacks else summed
+    summed = _total(setting, key, summed, outputs.returned, ids, data)
+    average, forms = mean(summed, as_summed=setting.chain.fixed_divisor), jax.eval_shape(mean, summed)
+    return _Aggregated(average, forms, summed.weight[1], state.aggregation.rule)
+
+
+def _by_rule(setting: Setting, rule: Rule, key: Key, state: State, outputs: Outputs, data: FederatedData) -> _Aggregated:
     uploads, weights = outputs.upload
     split = partial(ratios.split, setting)
     separate, separate_weights = jax.vmap(split)(uploads, weights)
@@ -68,23 +88,28 @@ def _aggregate(
         of_server = (*_reference(setting, key, state, data), ())
         one = jax.tree.map(lambda w: jnp.ones_like(w[0]), weights)
         references = structure.flatten_up_to(split(of_server, one)[0])
-        references[-1] = None
-    memory, result = [], []
+        references[-1] = None  # the server measures nothing
     inputs = zip(stacked, parts, state.aggregation.rule, references, strict=True)
-    for i, (upload, weight, kept, reference) in enumerate(inputs):
-        combined, renewed = upload, kept
-        if jax.tree.leaves(upload):
-            found = rule.combine(tagged(key, "aggregator", i), upload, weight, kept, reference)
-            if not isinstance(found, tuple) or len(found) != 2:
-                raise ValueError(f"combine of aggregator {rule.name} must return (result, memory), not {checks.shown(found)}")
-            combined, renewed = found
-            must_fit(f"the memory of aggregator {rule.name}", renewed, kept)
-            check_combined(rule.name, combined, upload)
-        result.append(combined)
-        memory.append(renewed)
+    found = [_combined(rule, tagged(key, "aggregator", i), *given) for i, given in enumerate(inputs)]
+    result = jax.tree.unflatten(structure, [combined for combined, _ in found])
+    average = ratios.joined(setting, result, uploads, weights)
     total = jax.tree.map(lambda w: jnp.sum(w, where=w > 0), weights[1])
-    average = ratios.joined(setting, jax.tree.unflatten(structure, result), uploads, weights)
-    return average, average, total, tuple(memory)
+    return _Aggregated(average, average, total, tuple(memory for _, memory in found))
+
+
+def _combined(
+    rule: Rule, key: Key, upload: PyTree, weight: jax.Array, memory: PyTree, reference: PyTree
+) -> tuple[PyTree, PyTree]:
+    """(what a rule makes of one part of the uploads, `[C, ...]` at each leaf; the memory after it)."""
+    if not jax.tree.leaves(upload):
+        return upload, memory
+    found = rule.combine(key, upload, weight, memory, reference)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(f"combine of aggregator {rule.name} must return (result, memory), not {checks.shown(found)}")
+    combined, renewed = found
+    must_fit(f"the memory of aggregator {rule.name}", renewed, memory)
+    check_combined(rule.name, combined, upload)
+    return combined, renewed
 
 
 def check_combined(name: str, combined: PyTree, stacked: PyTree) -> None:

@@ -51,7 +51,8 @@ class Outputs(NamedTuple):
       returned: whether its upload reached the server and counts.
       broken: int32, which leaf of what it returned is not finite, see `algorithm.Faults`.
       upload: its upload and weights, for an aggregator that needs all of them at once.
-      read: what `collaborate` reads of it, where an attack may change that, else `()`.
+      read: what `collaborate` reads of it, where an attack may change that, else `()`. Where attackers act together, it is an
+        `attacked.Conspirator` until `attacked.by_cohort`.
     """
 
     metrics: dict[str, jax.Array]

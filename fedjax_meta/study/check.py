@@ -18,7 +18,7 @@ from fedjax_meta.data import FederatedData
 from fedjax_meta.data.views import check_view
 from fedjax_meta.engine import client_mesh
 from fedjax_meta.evaluation import with_user_accuracy
-from fedjax_meta.federation import Federation
+from fedjax_meta.federation import Federation, check_values
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.rounds import federate
 from fedjax_meta.rounds.server import check_combined
@@ -114,6 +114,7 @@ def _check_system(study: Study, scenario: str, name: str, clients: Clients) -> N
     training = [clients.train]
     if len(points) > 1:
         training.append(choice.data_for(study.tuning, study.scenarios[scenario], clients)[0])
+    check_values(clients.task, clients.train)
     scored = [scored_clients(study, scenario, clients, data) for data in training]
     if study.store != "device" and system.tested_with:
         raise ValueError(f"store={study.store!r} cannot go with tested_with: keep the clients on the device (store: device)")

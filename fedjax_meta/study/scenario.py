@@ -145,7 +145,7 @@ class Scenario:
       new: share of the clients that never train; a fifth when not given, and none where a paper or a generator draws them.
       validation: share of the train samples that is held back while hyper-parameters are chosen.
       seed: of the partition.
-      federation: options of `Federation` of every system that does not say otherwise, such as an attack; they come before those
+      federation: options of `Federation` of every system that does not say otherwise, such as an attack; they replace those
         of the study.
       attackers: the share of the clients that attack, for an `attack` that does not say it, and that aggregators are told of
         where they say "attackers", also if nobody attacks.

@@ -134,6 +134,10 @@ class System:
             raise ValueError("pooled and rates, which change over the rounds of a federation: leave one of them out")
         if self.pooled and self.tested_with:
             raise ValueError("pooled and tested_with: leave one of them out")
+        if self.pooled and "cohort_size" in self.grid:
+            raise ValueError(
+                "pooled: central training has one client, so that a grid of cohort_size changes nothing: leave it out"
+            )
         odd = [name for name in AMONG_CLIENTS if self.pooled and name in self.federation]
         if odd:
             raise ValueError(f"pooled: central training knows no {odd[0]}: leave it out")

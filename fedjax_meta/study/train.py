@@ -262,7 +262,8 @@ class _Wave:
     Attributes:
       trials: of each member.
       parts: for each member what is known of the rounds since its last evaluation, see `report.joined`.
-      active: which members were not stopped by halving.
+      active: which members go on: those that halving did not stop, and that neither diverged nor reached their goal, where that
+        ends a run.
       evaluated: the rounds after which to evaluate.
       state: where to go on.
       until: the round after which the wave ends: the last one, or a rung at which it waits for other waves.

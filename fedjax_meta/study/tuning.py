@@ -34,7 +34,7 @@ class Trial(NamedTuple):
     Attributes:
       numbers: its hyper-parameters.
       seed: of the run.
-      rows: its evaluations, see `report.compact`; they end early where halving stopped it.
+      rows: its evaluations, see `report.compact`; they end early where halving, divergence or a goal stopped it.
       diverged: the round from which on it counts as diverged, see `report.diverged`; `None` if it does not.
     """
 
@@ -159,7 +159,7 @@ def score(row: Mapping[str, Json], tuning: Tuning) -> tuple[float, report.Kind]:
 
 
 def scores(trials: Sequence[Trial], tuning: Tuning) -> list[Judged]:
-    """Every point that was trained to the end, in the order of the trials."""
+    """Every point that was trained to the end, or that diverged, whose score is NaN, in the order of the trials."""
     last = max(trial.rows[-1]["round"] for trial in trials)
     found: dict[tuple[tuple[str, float], ...], list[float]] = {}
     kind = score(trials[0].rows[-1], tuning)[1]

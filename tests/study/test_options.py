@@ -97,6 +97,8 @@ def test_central_training_has_nothing_that_is_among_clients(tmp_path):
     assert without_clocks([found])[0].final == without_clocks([wanted])[0].final and found.final[0].rows[-1]["round"] == 4
     clients = noisy.scenarios["pairs"].build()
     assert guarantees.of_system(noisy, "pairs", "central", clients) is None
+    with pytest.raises(ValueError, match="so that a grid of cohort_size changes nothing: leave it out"):
+        System(method="fedavg", pooled=True, grid={"cohort_size": [5, 10]})
     with pytest.raises(ValueError, match="pooled: central training knows no uploads: leave it out"):
         study(systems={"central": {**central["central"], "federation": {"uploads": uploads}}})
     assert guarantees.words(noisy, noisy.system("central", "pairs").build(clients), 8) == []
