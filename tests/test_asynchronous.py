@@ -171,6 +171,20 @@ def test_a_rate_that_changes_by_rounds_is_that_of_the_round_in_which_a_client_be
     near(flat(run(algorithm, 7)[0].model), models[-1])
 
 
+@pytest.mark.parametrize("weight", ["polynomial", "hinge"])
+def test_a_timetable_of_fedasync_is_that_of_a_buffer_of_one(weight):
+    """Its idle clients are chosen by the same seed, and its updates count as much."""
+    options = {"rounds": 12, "concurrency": 3, "most_stale": 12, "staleness_weight": weight, "exponent": 0.8, "grace": 1}
+    mixed = schedules.fedasync(SECONDS, **options, seed=5)
+    one, other = (schedules.fedbuff(SECONDS, **options, buffer_size=1, seed=seed) for seed in (5, 0))
+    np.testing.assert_array_equal(mixed.cohorts, one.cohorts)
+    np.testing.assert_array_equal(mixed.staleness, one.staleness)
+    assert (one.cohorts != other.cohorts).any()
+    for lag in range(5):
+        s = (1 + lag) ** -0.8 if weight == "polynomial" else 1 / (0.8 * max(lag - 1, 0) + 1)
+        near(mixed.weight(jnp.asarray(lag)), s)
+
+
 @pytest.mark.parametrize("chain", [(), (uploads.clip(100.0),)], ids=["values", "differences"])
 @pytest.mark.parametrize("server", ["plain", "momentum"])
 def test_fedasync_mixes_buffers_like_models(chain, server):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedjax_meta as fm
 from fedjax_meta import from_clients, models, participation
 from fedjax_meta.blocks import run_rounds
 from fedjax_meta.participation import Participation
@@ -147,6 +148,28 @@ def test_unreliable_rates():
     # Four standard errors of a share of 4,000.
     assert np.mean(found.crashed) == pytest.approx(0.1, abs=0.02)
     assert np.mean(found.returned) == pytest.approx(0.7, abs=0.03)
+
+
+def test_who_is_late_is_drawn_for_each_client_and_round_and_apart_from_its_training(data):
+    """The clients report a draw of the key that they train with."""
+    method = fm.Method(
+        init=lambda key: jnp.zeros(2),
+        client=lambda key, received, samples: fm.Trained(received.model, {"draw": jax.random.uniform(key)}),
+        personalize=fm.received_model,
+        predict=lambda model, x: x + model[None],
+        roles=fm.masks.roles(False, True),
+    )
+    rule = lambda key, client: Participation(returned=jax.random.uniform(key) < 0.5)  # noqa: E731
+    algorithm = fm.federate(method, fm.Federation(cohort_size=3, participation=rule))
+    step, state, late, draws = jax.jit(algorithm.round), algorithm.init(jax.random.key(0), data), [], []
+    for r in range(10):
+        _, info = step(jax.random.fold_in(jax.random.key(1), r), state, data)
+        order = np.argsort(info.ids)
+        late.append(~np.asarray(info.returned)[order])
+        draws.append(np.asarray(info.metrics["draw"])[order])
+    late, draws = np.array(late), np.array(draws)
+    assert len(np.unique(late, axis=0)) > 1 and len(np.unique(late, axis=1).T) == 3
+    assert 0 < np.mean(late == (draws < 0.5)) < 1
 
 
 def test_stragglers_do_whole_epochs():
