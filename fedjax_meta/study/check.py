@@ -175,7 +175,8 @@ def _check_cohort(study: Study, size: int, training: Sequence[FederatedData]) ->
 def _check_tested(system: System, point: Mapping[str, float], state: State, clients: Clients) -> None:
     """Raises where the options of tests make another model, so that what was trained could not be tested."""
     if system.tested_with:
-        odd = mismatch(state, jax.eval_shape(system.tested().build(clients, **point).init, jax.random.key(0), clients.train))
+        tested = federate(*system.tested_parts(clients, **point))
+        odd = mismatch(state, jax.eval_shape(tested.init, jax.random.key(0), clients.train))
         if odd is not None:
             raise ValueError(f"tested_with={dict(system.tested_with)} makes another model than is trained: {odd}")
 

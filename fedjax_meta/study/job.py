@@ -295,7 +295,7 @@ class _Built:
             noisy = tuple(self.clients.noisy.tolist())
             algorithm = with_user_accuracy(algorithm, support=self.view, excluded=noisy, devices=1)
         if self.system.tested_with:
-            tests = sweeps.alone(*self.system.tested().parts(self.clients, **numbers))
+            tests = sweeps.alone(*self.system.tested_parts(self.clients, **numbers))
             algorithm = dataclasses.replace(algorithm, personalize=tests.personalize)
         return algorithm
 

@@ -190,8 +190,17 @@ class System:
 
     def tested(self) -> "System":
         """The system as clients are tested, with the options of `tested_with`, which do not change over the rounds."""
-        changing = {name: part for name, part in self.rates.items() if name not in self.tested_with}
-        return dataclasses.replace(self, options={**self.options, **self.tested_with}, rates=changing, tested_with={})
+        left, changing = (
+            {name: part for name, part in some.items() if name not in self.tested_with} for some in (self.grid, self.rates)
+        )
+        # What a preset says is filled in already; rates that were left out would be filled in again.
+        options = {**self.options, **self.tested_with}
+        return dataclasses.replace(self, options=options, rates=changing, grid=left, tested_with={}, preset=None)
+
+    def tested_parts(self, clients_or_task: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
+        """`parts` of `tested`: an option of `tested_with` has its value there, also where the grid has numbers of it."""
+        left = {name: value for name, value in numbers.items() if name not in self.tested_with}
+        return self.tested().parts(clients_or_task, **left)
 
     def parts(self, clients_or_task: Clients | Task, **numbers: Any) -> tuple[Method, Federation]:
         """The method and its federation.

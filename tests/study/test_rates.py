@@ -67,6 +67,14 @@ def test_each_round_and_each_test_has_its_own_rate():
     assert fixed.rates == {} and fixed.options["lr"] == 0.3
 
 
+def test_tests_may_have_a_rate_of_their_own_where_a_grid_has_that_of_rounds(tmp_path):
+    plain = {"method": "fedavg_ft", "options": {**PLAIN, "lr": 0.1}, "rates": {"lr": "inverse"}, "tested_with": {"lr": 0.3}}
+    grid = {**plain, "options": PLAIN, "grid": {"lr": [0.1]}}
+    outcomes = run.run(study(systems={"plain": plain, "grid": grid}, rounds=1, seeds=[1]), tmp_path, watcher=Silent())
+    alone, of_grid = ([trial.rows[-1]["tests"]["known"]["loss"] for trial in one.final] for one in outcomes)
+    np.testing.assert_allclose(of_grid, alone, rtol=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "yogi", "adagrad", "adamw", "fedadam", "fedyogi"])
 def test_the_servers_rate_is_that_of_a_schedule_of_optax(optimizer):
     clients = study().scenarios["pairs"].build()
@@ -117,6 +125,8 @@ def test_a_study_tells_the_rounds_and_a_grid_multiplies_the_factor(tmp_path):
     again = System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a")
     assert again.rates == rates and again.options["lr"] == 0.2
     assert System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a", rates={"lr": "linear"}).rates == {"lr": "linear"}
+    tested = System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a", tested_with={"lr": 0.3}).tested()
+    assert tested.rates == {} and tested.options["lr"] == 0.3
 
 
 def test_a_run_with_rates_goes_on_where_it_was_stopped_and_takes_more_rounds_where_rates_do_not_span_them(tmp_path):
