@@ -483,6 +483,19 @@ def test_fedasync_clips_what_a_client_changed_not_how_far_the_server_moved_on():
     assert problems.distance(free, clipped) < 1e-12
 
 
+def test_the_oldest_model_that_is_kept_is_that_of_the_stalest_update():
+    """Over many times as many rounds as models are kept."""
+    options = {"rounds": 30, "concurrency": 4}
+    most = int(schedules.fedasync([1.0, 1.5, 3, 4], **options, most_stale=30).staleness.max())
+    table = schedules.fedasync([1.0, 1.5, 3, 4], **options, most_stale=most)
+    versions = [0.0]
+    for lag in table.staleness[:, 0]:
+        share = 0.6 / np.sqrt(1 + lag)
+        versions.append((1 - share) * versions[-1] + share * (versions[len(versions) - 1 - lag] + 1))
+    assert 1 < most < 10 and (table.staleness[most + 1 :] == most).any()
+    np.testing.assert_allclose(added(table, server_lr=0.6)["w"], versions[-1], rtol=1e-9)
+
+
 def test_a_step_for_which_nobody_returns_is_a_version_like_any_other():
     """Clients 2 and 3 are always late: after their steps the server stands where it was, and that is what others are given."""
     table = schedules.fedasync([1.0, 1.5, 3, 4], rounds=12, concurrency=4, most_stale=10)

@@ -70,6 +70,19 @@ def test_weights_are_those_of_the_clients_that_return(data):
     assert info.returned.tolist() == [True, False, True]
 
 
+def test_a_transformation_of_ones_own_is_told_whose_upload_came(data):
+    """A late client has taken part, but its upload is not in the average."""
+    told = fm.uploads.UploadTransform(
+        name="told",
+        init_server=lambda key, upload: (jnp.zeros(3, jnp.int32), jnp.zeros(3, bool)),
+        server=lambda key, average, context, kept, measured: (average, (context.ids, context.returned)),
+    )
+    _, after, info = one_round(climbing, data, participation=fate(returned=[True, False, True]), uploads=(told,))
+    ids, returned = after.aggregation.uploads[0]
+    np.testing.assert_array_equal(ids, info.ids)
+    np.testing.assert_array_equal(returned, np.asarray(info.ids) != 1)
+
+
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_late_keeps_what_it_trained_and_crashed_keeps_what_it_had(data, lanes):
     rule = fate(returned=[False, True, True], crashed=[False, True, False])
