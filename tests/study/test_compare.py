@@ -73,6 +73,33 @@ def test_a_difference_is_taken_on_the_same_seeds_and_clients():
     assert (same.mean, same.p_seeds, same.p_clients) == (0, 1, 1)
 
 
+def test_a_difference_pairs_clients_by_their_numbers():
+    """Attackers, which are not scored, may be others in another run."""
+
+    def scored(title, scores, ids):
+        one = trial(0, scores)
+        one.rows[-1]["tests"]["known"]["ids"] = ids
+        return compare.Finished(title, "pairs", "abc", [one])
+
+    found = compare.difference(scored("a", [0.9, 0.2, 0.5], [1, 2, 5]), scored("b", [0.1, 0.3, 0.4], [0, 2, 5]), "known")
+    assert found.mean == pytest.approx(0) and (found.better, found.worse) == (50, 50)
+    assert compare.difference(scored("a", [0.9], [1]), scored("b", [0.1], [0]), "known") is None
+
+
+def test_new_clients_are_compared_with_new_clients():
+    def some(title, known, new):
+        return compare.Finished(title, "pairs", "abc", [trial(seed, known, new=new) for seed in (1, 2)])
+
+    rows = compare.compared([some("a", [0.5, 0.6], [0.7, 0.6]), some("b", [0.6, 0.7], [0.7, 0.4])])
+    assert rows[1].against.mean == pytest.approx(10) and rows[1].against_new.mean == pytest.approx(-10)
+    lines = list(csv.DictReader(io.StringIO(comparison.comma_separated([rows]))))
+    for group, mean, better in (("known", 10, 100), ("new", -10, 0)):
+        assert float(lines[1][f"{group}_difference_mean"]) == pytest.approx(mean)
+        assert float(lines[1][f"{group}_difference_better"]) == better
+        (table,) = (one for one in comparison.tables(rows) if one.title == f"Minus a, {group} clients, same seeds")
+        assert [line[:2] for line in table.rows] == [["b", f"{mean:+.2f}"]]
+
+
 def test_new_clients_are_not_held_against_a_local_model_that_they_never_trained():
     def with_new(title, **more):
         return compare.Finished(title, "pairs", "abc", [trial(0, [0.5, 0.7], new=[0.4, 0.6])], **more)
