@@ -88,11 +88,15 @@ def test_a_difference_pairs_clients_by_their_numbers():
 
 def test_new_clients_are_compared_with_new_clients():
     def some(title, known, new):
-        return compare.Finished(title, "pairs", "abc", [trial(seed, known, new=new) for seed in (1, 2)])
+        trials = [trial(seed, known, new=np.array(new) + 0.1 * seed) for seed in (0, 1)]
+        return compare.Finished(title, "pairs", "abc", trials)
 
-    rows = compare.compared([some("a", [0.5, 0.6], [0.7, 0.6]), some("b", [0.6, 0.7], [0.7, 0.4])])
+    rows = compare.compared([some("a", [0.5, 0.6], [0.5, 0.4]), some("b", [0.6, 0.7], [0.5, 0.2])])
     assert rows[1].against.mean == pytest.approx(10) and rows[1].against_new.mean == pytest.approx(-10)
     lines = list(csv.DictReader(io.StringIO(comparison.comma_separated([rows]))))
+    # Two seeds that are 10 points apart: Student's t with one degree of freedom is 12.706.
+    margins = [float(lines[0][f"{group}_margin"]) for group in ("known", "new")]
+    np.testing.assert_allclose(margins, [0, 12.706 * 5], rtol=1e-4, atol=1e-9)
     for group, mean, better in (("known", 10, 100), ("new", -10, 0)):
         assert float(lines[1][f"{group}_difference_mean"]) == pytest.approx(mean)
         assert float(lines[1][f"{group}_difference_better"]) == better
@@ -315,7 +319,10 @@ def test_p_values_are_adjusted_in_every_form_and_words_stay_words():
             title,
             "<script>",
             "abc",
-            [Trial({}, seed, [{"round": 1, "tests": {"known": known(row + gain)}}], None) for seed, row in enumerate(scores)],
+            [
+                Trial({}, seed, [{"round": 1, "tests": {"known": known(row + gain), "new": known(row[::-1] + gain)}}], None)
+                for seed, row in enumerate(scores)
+            ],
         )
 
     def known(values):
@@ -323,9 +330,10 @@ def test_p_values_are_adjusted_in_every_form_and_words_stay_words():
 
     rows = compare.compared([some("a", 0.1), some("b", 0.2), some("c", 0.5)], reference="a")
     lines = list(csv.DictReader(io.StringIO(comparison.comma_separated([rows]))))
-    for test in ("p_seeds", "p_clients"):
-        raw = [float(line[f"known_difference_{test}_unadjusted"] or "nan") for line in lines]
-        adjusted = [float(line[f"known_difference_{test}"] or "nan") for line in lines]
+    for group, test in itertools.product(("known", "new"), ("p_seeds", "p_clients")):
+        name = f"{group}_difference_{test}"
+        raw = [float(line[f"{name}_unadjusted"] or "nan") for line in lines]
+        adjusted = [float(line[name] or "nan") for line in lines]
         np.testing.assert_allclose(adjusted, compare.holm(raw))
         assert np.isnan(raw[0]) and min(adjusted[1:]) > min(raw[1:])
     assert "<script>" not in comparison.markdown([rows])
