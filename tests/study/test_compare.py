@@ -366,6 +366,12 @@ def test_clients_with_lower_errors_gain():
     assert found.mean == pytest.approx(-1 / 3) and (found.better, found.worse) == pytest.approx((200 / 3, 100 / 3))
 
 
+def test_a_target_without_a_name_is_of_the_score_that_is_compared():
+    one = compare.Finished("a", "s", "abc", [errors(0, [3.0])])
+    found = [compare.reached(one._replace(score=score), compare.Target(2)).rounds[0] for score in (None, "rmse", "loss")]
+    assert found == [np.inf, np.inf, 5]
+
+
 def test_user_accuracy_reaches_a_target_in_its_round_and_at_the_time_of_the_next_test():
     one = compare.Finished("a", "s", "abc", [errors(0, [1.0], user=[0.1] * 6 + [0.9] * 4)], traffic=1e6)
     found = compare.reached(one, compare.Target(80, "user_accuracy"))
