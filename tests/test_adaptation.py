@@ -1,6 +1,7 @@
 """Few-shot clients, scores by support samples and steps, rates that change over rounds, given weights, mixed precision."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.extend
@@ -213,6 +214,33 @@ def test_the_direction_of_a_server_follows_the_round_and_a_rule_that_knows_none_
     method = rates.scheduled(damped, problems.task(), rates={"damping": schedule}, of="predict")
     with pytest.raises(ValueError, match="damped reads a rate in predict, which does not know the round"):
         method.predict(problems.task().init(KEY), jnp.ones((2, 5)))
+
+
+def test_every_rule_that_knows_the_round_has_its_rate():
+    """The rules give their rate, where those of a method would use it."""
+
+    @fm.method_builder
+    def telling(task, *, rate=1.0):
+        def told(*given):
+            return rate
+
+        names = ("client", "personalize", "new_client", "update_extra", "direction", "inherit")
+        collaboration = fm.Collaboration(told, reads="personal", gives="personal")
+        return dataclasses.replace(fm.fedavg(task), **dict.fromkeys(names, told), collaborate=collaboration)
+
+    method = rates.scheduled(telling, problems.task(), rates={"rate": lambda round_: 0.5**round_})
+    for done in (0, 1, 4):
+        of, later = (SimpleNamespace(round=jnp.int32(number)) for number in (done, done + 1))
+        by_rule = {
+            "client": method.client(KEY, of, None),
+            "personalize": method.personalize(KEY, of, None),
+            "new_client": method.new_client(KEY, of, None),
+            "update_extra": method.update_extra(of, None, None, 3),
+            "direction": method.direction(of, None, None, None, 3),
+            "inherit": method.inherit(of, later),
+            "collaborate": method.collaborate.mix(KEY, of, None, None),
+        }
+        assert {name: float(rate) for name, rate in by_rule.items()} == dict.fromkeys(by_rule, 0.5**done)
 
 
 # ------------------------------------------------------------------------------------------------------ given weights, precision
