@@ -143,6 +143,8 @@ def test_what_a_run_spends_follows_from_its_config(options, clients, sampling):
     assert privacy.spent(algorithm.config, 1, clients, 1e-3).epsilon < expected.epsilon
     masked = fm.Federation(uploads=(uploads.clip(1.0), uploads.noise(3.0), uploads.mask()), **options)
     assert privacy.spent(masked.config, 20, clients, 1e-3) == expected
+    looser = privacy.spent(algorithm.config, 20, clients, 1e-3, accountant="rdp")
+    assert looser == privacy.epsilon(3.0, 20, 1e-3, sampling, accountant="rdp") and looser.epsilon >= expected.epsilon
 
 
 def test_a_run_without_noise_spends_nothing_that_could_be_named_and_odd_noise_is_refused():

@@ -155,8 +155,8 @@ def tests(cell: board.Cell, clients: Clients) -> list[Tested]:
     for steps in (*STEPS, *(ALONE if cell.found.method == board.LOCAL else ())) if option else ():
         found = as_in_the_run
         if steps != usual:
-            other = dataclasses.replace(system, tested_with={**system.tested_with, option: steps}).tested()
-            found = tested(sweeps.alone(*other.parts(clients, **trials[0].numbers)), clients.new, [0])
+            other = dataclasses.replace(system, tested_with={**system.tested_with, option: steps})
+            found = tested(sweeps.alone(*other.tested_parts(clients, **trials[0].numbers)), clients.new, [0])
         made += [one._replace(option=option, steps=steps) for one in found]
     return made
 

@@ -376,6 +376,10 @@ def test_user_accuracy_reaches_a_target_in_its_round_and_at_the_time_of_the_next
     one = compare.Finished("a", "s", "abc", [errors(0, [1.0], user=[0.1] * 6 + [0.9] * 4)], traffic=1e6)
     found = compare.reached(one, compare.Target(80, "user_accuracy"))
     assert (found.rounds[0], found.megabytes[0], found.seconds[0]) == (7, 7, 4)
+    # It counts also if it was lower again at that test.
+    between = errors(0, [1.0], user=[0.1] * 2 + [0.9] + [0.1] * 7).rows
+    goal = compare.Target(80, "user_accuracy")
+    assert targets.is_reached(between[:1], goal) and not targets.is_reached(between[1:], goal)
 
 
 def test_a_target_in_user_accuracy_concerns_the_systems_of_which_it_was_recorded():

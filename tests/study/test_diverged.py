@@ -132,6 +132,8 @@ def test_a_loss_that_exploded_is_told_though_its_point_wins_by_accuracy():
     assert tuning.exploded(trials, {"lr": 1.0}, Tuning()) == 7.7e9
     assert tuning.exploded(trials, {"lr": 0.2}, Tuning()) is None
     assert tuning.exploded([], {}, Tuning()) is None
+    # A loss that another point brought down a hundred times is no measure of the beginning.
+    assert tuning.exploded([*trials, some(0.3, 2.0, 0.02)], {"lr": 0.2}, Tuning()) is None
     clients = type("Clients", (), {"orders": 1, "new": None})()
     for lr, told in ((1.0, True), (0.2, False)):
         one = outcome("fedavg", [ended([0.9])])._replace(tuning=trials, chosen={"lr": lr})

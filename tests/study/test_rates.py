@@ -104,6 +104,14 @@ def test_the_servers_rate_is_that_of_a_schedule_of_optax(optimizer):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), mine.model, theirs.model)
 
 
+def test_a_servers_rate_that_is_not_given_falls_from_1():
+    clients = study().scenarios["pairs"].build()
+    system = {"method": "fedavg", "options": {**PLAIN, "lr": 0.1}, "rates": {"server_lr": "inverse"}}
+    plain, given = (System(**system, federation={"cohort_size": 4, **own}).build(clients) for own in ({}, {"server_lr": 1.0}))
+    for mine, theirs in zip(rounds_of(lambda r: plain, clients, 2), rounds_of(lambda r: given, clients, 2), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, mine.model, theirs.model)
+
+
 def test_a_study_tells_the_rounds_and_a_grid_multiplies_the_factor(tmp_path):
     rates = {"lr": "cosine"}
     of_grid = {"a": {"method": "fedavg", "options": PLAIN, "grid": {"lr": [0.002, 0.2]}, "rates": rates}}
