@@ -81,6 +81,13 @@ def test_halving_stops_the_worse_half_and_every_grid_of_a_size_gets_the_same_rou
     assert halved.chosen == whole.chosen
 
 
+def test_the_rounds_of_trials_are_those_of_all_points_and_seeds_up_to_where_halving_ended_them():
+    whole, halved = (study(tuning={"rounds": 8, "seeds": [0, 1], "halving": halving}) for halving in (None, 2))
+    assert tuning.rounds_of_trials(5, whole) == 5 * 8 * 2 and tuning.rounds_of_trials(1, whole) == 0
+    # Three go on after 2 rounds, and two after 4.
+    assert tuning.rounds_of_trials(5, halved) == (5 * 2 + 3 * 2 + 2 * 4) * 2
+
+
 def ends(outcome):
     """Of each trial: numbers, seed, rounds, and all validation scores."""
     rows = [(t.numbers, t.seed, [(r["round"], r["tests"]["validation"]["accuracy"]) for r in t.rows]) for t in outcome.tuning]
