@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_meta import report
+from fedjax_meta.data import holdout
 from fedjax_meta.study import System, phase, results, run, tuning
 from tests.study.common import TREE, Silent, study
 
@@ -40,6 +41,21 @@ def test_clients_that_are_held_out_never_train_and_nobody_sees_a_test_sample():
     few = study(tuning={"validation": "clients", "clients": 0.01}).tuning
     with pytest.raises(ValueError, match="clients=0.01 of 8 known clients holds out nobody"):
         tuning.data_for(few, chosen.scenarios["pairs"], clients)
+
+
+def test_clients_that_are_held_out_are_those_of_the_scenario_s_seed_and_adapt_on_its_share():
+    """Noisy clients are the same ones, wherever they end up."""
+    place = {**TREE["scenarios"]["pairs"], "seed": 5, "support": 0.5}
+    chosen = study(scenarios={"pairs": place}, tuning={"validation": "clients", "clients": 0.5})
+    clients = chosen.scenarios["pairs"].build()._replace(noisy=np.array([0, 2, 3, 7]))
+    given = chosen.tuning, chosen.scenarios["pairs"], clients
+    (rest, held), (trains, waits) = tuning.data_for(*given), tuning.noisy_in(*given)
+    assert len(trains) and len(waits) and np.ptp([held.sizes(view) for view in ("support", "query")], 0).max() <= 1
+    parts = (rest, trains), (held, waits), (clients.tuning, clients.noisy)
+    of_rest, of_held, noisy = (samples(holdout.as_population(*part)) for part in parts)
+    assert of_rest | of_held == noisy
+    found = holdout.held_out(clients.tuning.num_clients, 0.5, 5)[0]
+    assert samples(held) == samples(holdout.as_population(clients.tuning, found))
 
 
 @pytest.mark.parametrize("where", ["samples", "clients", "both"])
