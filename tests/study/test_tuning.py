@@ -197,6 +197,24 @@ def test_a_grid_moves_on_by_its_own_ratio_until_the_best_is_inside(tmp_path):
     assert inside.at_edge == [] and len(inside.tuning) > 4
 
 
+def test_a_grid_is_searched_by_the_main_score_of_the_study(tmp_path):
+    """Of steps that are too long the loss is the worst and the accuracy the best."""
+
+    def trials(name, lrs, **options):
+        systems = {"fedavg": {**TREE["systems"]["fedavg"], "grid": {"lr": lrs}}}
+        options = {"rounds": 2, "seeds": [0], **options}
+        chosen = study(systems=systems, rounds=1, seeds=[1], main="loss", tuning=options)
+        (outcome,) = run.run(chosen, tmp_path / name, watcher=Silent())
+        last = {trial.numbers["lr"]: trial.rows[-1] for trial in outcome.tuning}
+        return outcome.chosen["lr"], last
+
+    best, moved = trials("moved", [0.05, 10.0], extend=1)
+    means = {lr: row["tests"]["validation"]["scores"]["accuracy_mean"] for lr, row in moved.items()}
+    assert list(moved) == [0.05, 10.0, 0.00025] and max(means, key=means.get) == 10 and best == 0.05
+    best, halved = trials("halved", [0.005, 0.05, 10.0], halving=2)
+    assert {lr: row["round"] for lr, row in halved.items()} == {0.005: 2, 0.05: 2, 10.0: 1} and best == 0.05
+
+
 def test_what_a_grid_cannot_move_on_to():
     clients = study().scenarios["pairs"].build()
     ditto = System(method="ditto", grid={"prox_weight": [0.0, 1.0, 3.0], "lr": [0.1, 0.2]}, federation={"cohort_size": 4})
