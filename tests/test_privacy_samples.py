@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy import stats
 
@@ -45,6 +46,20 @@ def test_without_noise_it_is_the_mean_of_clipped_gradients_of_samples(batch_size
     real = jax.tree.map(lambda leaf: leaf[:4], batch)
     assert private.loss(variables, real, KEY)[0] == task.loss(variables, real, KEY)[0]
     assert problems.leaves_equal(private.predict(variables, real.x), task.predict(variables, real.x))
+
+
+def test_a_penalty_counts_for_real_samples_alone():
+    """Its gradient, unlike that of a mean, is not 0 for rows of weight 0."""
+
+    def penalised(variables, batch, key):
+        return problems.task().loss(variables, batch, key)[0] + optax.tree.norm(variables, squared=True), variables
+
+    task, variables, batch = problems.task()._replace(loss=penalised), problems.task().init(KEY), _batch()
+    private, real = privacy.private_task(task, clip=1e9, noise=0.0), jax.tree.map(lambda leaf: leaf[:4], batch)
+    found, expected = (
+        jax.jit(_gradient, static_argnums=0)(*of) for of in ((private, variables, batch), (task, variables, real))
+    )
+    np.testing.assert_allclose(_flat(found), _flat(expected), rtol=1e-9, atol=1e-12)
 
 
 def test_a_multiple_of_a_loss_has_the_multiple_of_its_gradient():

@@ -155,6 +155,16 @@ def test_the_server_form_takes_any_optimiser_and_keeps_its_state():
     assert any(int(leaf) == 2 for leaf in jax.tree.leaves(after.optimizer) if leaf.ndim == 0)
 
 
+def test_the_server_form_of_imaml_descends_along_the_sum_over_its_cohort():
+    options = {"inner_lr": 0.1, "inner_epochs": 2, "outer_lr": 0.05, "outer_optimizer": optax.sgd, "batch_size": None}
+    of_clients, at_server = (
+        build("imaml", **options, **ALL, weighting="uniform", **more)
+        for more in ({}, {"outer_at": "server", "server_sum": True})
+    )
+    model, mean = start(of_clients).model, run(of_clients, 1).model
+    assert problems.distance(run(at_server, 1).model, plus(model, 7, plus(mean, -1, model))) < 1e-12
+
+
 def test_fedavg_with_one_update_takes_one_step_on_all_of_the_support_view():
     algorithm = build("fedavg_one_step", lr=0.2, batch_size=4, **ALL)
     state = start(algorithm)
