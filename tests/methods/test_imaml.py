@@ -87,6 +87,25 @@ def test_a_round_of_the_code_behind_the_logs_by_hand():
     assert jnp.max(jnp.abs(ravel_pytree(run(algorithm, 1).model)[0] - new / total)) < 1e-8
 
 
+def test_the_code_behind_the_logs_adds_up_the_hessians_of_the_support_batches():
+    """Without adaptation: (I + sum_b (H_b + lambda I) / lambda) v = g, the query's gradient being the mean of its batches."""
+    options = {**FL_IMAML_MARCH, "inner_lr": 0.0, "prox_weight": 2.0, "inner_epochs": 3, "batch_size": 2, "cg_steps": 60}
+    algorithm = build("imaml", **options, outer_optimizer=optax.sgd, outer_lr=0.3, **ALL)
+    theta, unravel = ravel_pytree(start(algorithm).model)
+    slope = jax.grad(lambda phi, batch: problems.task().loss(unravel(phi), batch, KEY)[0])
+    hessian, slope = jax.jit(jax.jacobian(slope)), jax.jit(slope)
+    new, total, most = jnp.zeros_like(theta), 0, 0
+    for client in range(len(problems.SIZES)):
+        views = [problems.data().client(client)[view] for view in ("support", "query")]
+        support, query = ([view.in_order(2).get(b, 0) for b in range(-(-int(view.size) // 2))] for view in views)
+        system = jnp.eye(len(theta)) * (1 + len(support)) + sum(hessian(theta, batch) for batch in support) / 2.0
+        moved = theta - 0.3 * jnp.linalg.solve(system, sum(slope(theta, batch) for batch in query) / len(query))
+        size, most = int(views[1].size), max(most, len(support))
+        new, total = new + size * moved, total + size
+    assert most > 2
+    assert jnp.max(jnp.abs(ravel_pytree(run(algorithm, 1).model)[0] - new / total)) < 1e-8
+
+
 def test_a_round_reports_how_each_client_s_linear_system_fared():
     """By the eigenvalues of I + H / lambda, which is not positive for three of the clients."""
     options = {"inner_lr": 0.0, "inner_epochs": 1, "batch_size": None, "cg_steps": 60, "tolerance": 1e-9, **ALL}
