@@ -1,7 +1,8 @@
 """Rates that change over rounds: any rate of any method as a function of the round."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,8 +33,9 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
       **options: other options of the builder.
 
     Raises:
-      ValueError: an option that is no rate, a function that gives no number, a rate of the method's own server optimiser. From
-        the method: a rule that reads a rate and knows no round (`init`, `predict`, `init_memory`, `init_extra`, `remember`).
+      ValueError: an option that is no rate, a function that gives no number or takes no traced round, a rate of the method's own
+        server optimiser. From the method: an option that must be known before the run, and a rule that reads a rate and knows no
+        round (`init`, `predict`, `init_memory`, `init_extra`, `remember`).
 
     Example:
       >>> import fedjax_meta as fm, optax
@@ -48,71 +50,94 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
     for name, schedule in rates.items():
         checks.function(f"rates[{name!r}]", schedule, ("round",), "optax.cosine_decay_schedule(0.1, 100)")
 
+    first = {name: _at_start(name, schedule) for name, schedule in rates.items()}
+    names = ", ".join(rates)
+
     def at(round_: Scalar) -> Method:
         # A schedule may give an integer, or a Python number for any round.
         now = {name: jnp.asarray(schedule(round_), jnp.result_type(float)) for name, schedule in rates.items()}
         return build(task, **options, **now)
 
-    first = {name: jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.result_type(float)) for name, schedule in rates.items()}
-    odd = next((name for name, value in first.items() if value.shape != ()), None)
-    if odd is not None:
-        raise ValueError(f"rates[{odd!r}] must give one number for a round, not an array {list(first[odd].shape)}")
-    # In a sweep, the start of a schedule may be traced, as any rate.
-    known = {name: value if isinstance(value, jax.core.Tracer) else float(value) for name, value in first.items()}
-    base = build(task, **options, **known)
-    try:
-        _check_server(base, at)
-    except jax.errors.ConcretizationTypeError:
-        names = ", ".join(rates)
-        raise ValueError(f"{base.name} must know {names} before the run: it cannot change from round to round") from None
+    base = build(task, **options, **first)
+    with _known_before(base, names):
+        _check_server(base, at, names)
 
-    def client(key: Any, received: Any, data: Any) -> Any:
-        return at(received.round).client(key, received, data)
+    def in_round(part: str) -> Callable[..., Any]:
+        def rule(*given: Any) -> Any:
+            with _known_before(base, names):
+                return getattr(at(given[_WITH_ROUND[part]].round), part)(*given)
 
-    def personalize(key: Any, received: Any, support: Any) -> Any:
-        return at(received.round).personalize(key, received, support)
+        return rule
 
-    changes: dict[str, Any] = {"client": client, "personalize": personalize}
+    def mix(key: Any, state: Any, cohort: Any, data: Any) -> Any:
+        with _known_before(base, names):
+            now = at(state.round).collaborate
+            assert now is not None
+            return now.mix(key, state, cohort, data)
+
     plain_rules = (None, task.init, task.predict, no_memory, no_extra)
-    changes |= {part: _same_in_all_rounds(base, at, part) for part in _WITHOUT_ROUND if getattr(base, part) not in plain_rules}
-    if base.new_client is not None:
-        changes["new_client"] = lambda key, population, support: _of(at(population.round), "new_client")(
-            key, population, support
-        )
-    if base.update_extra is not None:
-        changes["update_extra"] = lambda state, *given: _of(at(state.round), "update_extra")(state, *given)
-    if base.direction is not None:
-        changes["direction"] = lambda state, *given: _of(at(state.round), "direction")(state, *given)
-    if base.inherit is not None:
-        changes["inherit"] = lambda before, after: _of(at(before.round), "inherit")(before, after)
+    changes: dict[str, Any] = {part: in_round(part) for part in _WITH_ROUND if getattr(base, part) is not None}
+    changes |= {
+        part: _same_in_all_rounds(base, at, names, part) for part in _WITHOUT_ROUND if getattr(base, part) not in plain_rules
+    }
     if base.collaborate is not None:
-        mix = lambda key, state, cohort, data: _of(at(state.round), "collaborate").mix(key, state, cohort, data)  # noqa: E731
         changes["collaborate"] = base.collaborate._replace(mix=mix)
     config = {**base.config, **{name: plain(schedule) for name, schedule in rates.items()}}
     return dataclasses.replace(base, **changes, config=config)
 
 
+_WITH_ROUND = {"client": 1, "personalize": 1, "new_client": 1, "update_extra": 0, "direction": 0, "inherit": 0}
+"""The rules of a method that know which round it is, and which of their arguments does. `collaborate` is another one."""
+
 _WITHOUT_ROUND = ("init", "predict", "init_memory", "init_extra", "remember")
-"""The rules of a method that do not know which round it is."""
+"""Those that do not know it."""
+
+_NEEDS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where a program needs a number that it only traces."""
 
 
-def _same_in_all_rounds(base: Method, at: Callable[[Scalar], Method], part: str) -> Callable[..., Any]:
+def _at_start(name: str, schedule: Schedule) -> Any:
+    """The rate before the first round; traced in a sweep, as any rate may be."""
+    try:
+        shape = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    except _NEEDS_NUMBERS:
+        raise ValueError(
+            f"rates[{name!r}] must take a traced round: jnp.where(round < 9, 0.1, 0.01) in place of `if`"
+        ) from None
+    except TypeError as error:
+        raise ValueError(f"rates[{name!r}] must give one number for a round: {checks.first_line(error)}") from error
+    if getattr(shape, "shape", None) != ():
+        raise ValueError(f"rates[{name!r}] must give one number for a round, not {checks.shown(shape)}")
+    value = jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.result_type(float))
+    return value if isinstance(value, jax.core.Tracer) else float(value)
+
+
+@contextlib.contextmanager
+def _known_before(method: Method, names: str) -> Iterator[None]:
+    """Raises `ValueError` where code that a rate changes needs it as a number."""
+    try:
+        yield
+    except _NEEDS_NUMBERS as error:
+        raise ValueError(f"{method.name} must know {names} before the run: it cannot change from round to round") from error
+
+
+def _same_in_all_rounds(base: Method, at: Callable[[Scalar], Method], names: str, part: str) -> Callable[..., Any]:
     """A rule that refuses to be traced if it reads a rate, which would stay that of round 0."""
     rule = getattr(base, part)
 
     def checked(*given: Any) -> Any:
         if any(jax.tree.leaves(marks_of(lambda round_: getattr(at(round_), part)(*given), True, jnp.zeros((), jnp.int32)))):
-            raise ValueError(f"{base.name} reads a rate in {part}, which does not know the round: it cannot change")
+            raise ValueError(f"{base.name} reads {names} in {part}, which does not know the round: it cannot change")
         return rule(*given)
 
     return checked
 
 
-def _of(method: Method, part: str) -> Any:
-    return getattr(method, part)
-
-
-def _check_server(base: Method, at: Callable[[Scalar], Method]) -> None:
+def _check_server(base: Method, at: Callable[[Scalar], Method], names: str) -> None:
     """Raises `ValueError` if the method's own server optimiser reads a rate, which would stay that of round 0."""
 
     def step(round_: Scalar) -> Any:
@@ -127,6 +152,7 @@ def _check_server(base: Method, at: Callable[[Scalar], Method]) -> None:
     _, used = jax.interpreters.partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     if any(used):
         raise ValueError(
-            f"{base.name} gives this rate to its own server optimiser, which counts rounds itself: give it an optax schedule as "
-            "Federation(server_optimizer=lambda rate: optax.sgd(schedule), server_lr=...)"
+            f"{base.name} gives {names} to its own server optimiser, which counts rounds itself: give the federation one, "
+            "Federation(server_optimizer=lambda rate: optax.sgd(schedule), server_lr=1.0), or in a study server_optimizer: sgd, "
+            "server_lr: 1.0, rates: {server_lr: cosine}"
         )

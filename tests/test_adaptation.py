@@ -185,11 +185,21 @@ def test_what_cannot_be_scheduled_is_refused():
     for build, given, message in (
         (fm.fedavg, {"lr": 0.1}, r"rates\['lr'\]=0.1 must be a function \(round\)"),
         (fm.fedavg, {}, "rates={} must be a dict"),
-        (fm.fedavg, {"lr": lambda round_: jnp.ones(3)}, "must give one number for a round"),
-        (fm.fedadam, {"server_lr": optax.cosine_decay_schedule(0.1, 10)}, "gives this rate to its own server optimiser"),
+        (fm.fedavg, {"lr": lambda round_: jnp.ones(3)}, r"rates\['lr'\] must give one number for a round, not"),
+        (fm.fedavg, {"lr": lambda round_: "a"}, r"rates\['lr'\] must give one number for a round: "),
+        (fm.fedavg, {"lr": lambda round_: None}, r"rates\['lr'\] must give one number for a round, not None"),
+        (fm.fedavg, {"lr": lambda round_: 0.1 if round_ < 2 else 0.01}, r"rates\['lr'\] must take a traced round: jnp.where"),
+        (fm.fedadam, {"server_lr": optax.cosine_decay_schedule(0.1, 10)}, "gives server_lr to its own server optimiser"),
     ):
         with pytest.raises(ValueError, match=message):
             rates.scheduled(build, task, rates=given)
+
+
+@pytest.mark.parametrize(("name", "option"), [("fedcac", "share"), ("fedpac", "noise")])
+def test_an_option_that_must_be_a_number_is_named(name, option):
+    method = rates.scheduled(fm.METHODS[name], problems.task(), rates={option: lambda round_: 0.5 * 0.9**round_})
+    with pytest.raises(ValueError, match=f"{name} must know {option} before the run"):
+        fm.simulate(method, problems.data(), key=KEY, rounds=1, federation=fm.Federation(cohort_size=3))
 
 
 @fm.method_builder
@@ -212,7 +222,7 @@ def test_the_direction_of_a_server_follows_the_round_and_a_rule_that_knows_none_
     runs = [fm.simulate(method, problems.data(), key=KEY, rounds=n, federation=setting)[0].model for n in (1, 4)]
     assert problems.leaves_equal(*runs)  # from round 1 on the server stands still
     method = rates.scheduled(damped, problems.task(), rates={"damping": schedule}, of="predict")
-    with pytest.raises(ValueError, match="damped reads a rate in predict, which does not know the round"):
+    with pytest.raises(ValueError, match="damped reads damping in predict, which does not know the round"):
         method.predict(problems.task().init(KEY), jnp.ones((2, 5)))
 
 

@@ -98,14 +98,14 @@ def _is_call(text: str) -> bool:
     return call is not None and call[2] is not None
 
 
-def _said(value: Any) -> str:
+def as_call(value: Any) -> str:
     """A value of an option as a command may have it."""
     if isinstance(value, Mapping) and "name" in value:
-        return f"{value['name']}({', '.join(f'{key}={_said(one)}' for key, one in value.items() if key != 'name')})"
+        return f"{value['name']}({', '.join(f'{key}={as_call(one)}' for key, one in value.items() if key != 'name')})"
     if isinstance(value, list):
-        return f"[{', '.join(map(_said, value))}]"
+        return f"[{', '.join(map(as_call, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_said(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {as_call(one)}' for key, one in value.items())}}}"
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
@@ -156,7 +156,7 @@ def _system(method: str, title: str, takes: Sequence[str], options: Mapping[str,
             continue  # tables name the value that was chosen
         else:
             own["federation" if key in federations.OPTIONS and key not in takes else "options"][key] = value
-        said.append(f"{key}={_said(value)}")
+        said.append(f"{key}={as_call(value)}")
     return {**own, "title": f"{title}({', '.join(said)})" if said else title}
 
 

@@ -57,6 +57,7 @@ class Preset(NamedTuple):
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value:g}" for name, value in self.chosen.items())
+        values += "".join(f", {name} changes over the rounds" for name in self.rates)
         metric, percent, _ = self.metric.partition(", %")
         return f"{self.method}: {values}; {metric} {self.score:.4g}{' %' if percent else ''}"
 

@@ -99,9 +99,14 @@ RATES: dict[str, Callable[..., Schedule]] = {
 
 
 def of(build: Callable[..., Method]) -> list[str]:
-    """The options of a builder that may change over the rounds: those annotated as `Rate`, or not at all."""
+    """The options of a builder that may change over the rounds: those annotated as `Rate`.
+
+    A user's own builder may not say it. There, a default that is a whole number, a bool or text is taken for what cannot change.
+    """
     taken = [p for p in inspect.signature(build).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return [p.name for p in taken if p.annotation in (Rate, Rate | None, p.empty) or isinstance(p.annotation, str)]
+    unsaid = [p for p in taken if p.annotation is p.empty or isinstance(p.annotation, str)]
+    fixed = [p for p in unsaid if isinstance(p.default, (int, str))]
+    return [p.name for p in taken if (p in unsaid or p.annotation in (Rate, Rate | None)) and p not in fixed]
 
 
 def _check_falling(rounds: int, end: float, warmup: int) -> None:
@@ -141,6 +146,7 @@ def method(build: Callable[..., Method], task: Task, factors: Mapping[str, Sched
         start = options.get(name, inspect.signature(build).parameters[name].default)
         if start is None or start is inspect.Parameter.empty:
             raise ValueError(f"rates: {name} has no value that could change over the rounds: give it one")
+        checks.finite(name, start)
         changing[name] = times(start, factor)
     return rates.scheduled(build, task, rates=changing, **{key: value for key, value in options.items() if key not in factors})
 
@@ -161,7 +167,8 @@ def federation(made: Federation, factor: Schedule | None, method: Method) -> Fed
     That is the rate's own doing: every optimiser of a study multiplies by it last.
 
     Raises:
-      ValueError: a server optimiser of the method's own, or FedAsync, where the rate is a share of models that are mixed.
+      ValueError: a method that takes no server optimiser or has one of its own; FedAsync, where the rate is a share of models
+        that are mixed.
     """
     if factor is None:
         return made
@@ -170,6 +177,8 @@ def federation(made: Federation, factor: Schedule | None, method: Method) -> Fed
             f"rates: {SERVER} is the federation's, but {method.name} has a server optimiser of its own: give the federation "
             f"server_optimizer and {SERVER}"
         )
+    if "server_optimizer" in method.refuses:
+        raise ValueError(f"rates: {SERVER} of {method.name} cannot change: {method.refuses['server_optimizer']}")
     if isinstance(made.schedule, Asynchronous) and made.schedule.mixes_models:
         raise ValueError(f"rates: in {made.schedule.name}, {SERVER} is a share of models that are mixed: leave it out")
     optimizer = optax.sgd if made.server_optimizer is None else made.server_optimizer

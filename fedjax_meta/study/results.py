@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_meta import escape, placement, report
 from fedjax_meta.report.frames import USER_ACCURACY
-from fedjax_meta.study import baselines, draws, guarantees, summary, targets, tuning
+from fedjax_meta.study import baselines, draws, flags, guarantees, summary, targets, tuning
 from fedjax_meta.study.baselines import LOCAL, alone, trained
 from fedjax_meta.study.job import Outcome, scored_clients
 from fedjax_meta.study.scenario import TESTED_ON, Clients
@@ -140,6 +140,9 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     remarks += [f"validation loss of {max(losses):.2g} at the chosen point"] if losses else []
     idle = clients.new is not None and not trained(NEW, alone(study, outcome.system))
     remarks += ["new clients do not train"] * idle
+    remarks += [
+        f"{name} changes over the rounds: {flags.as_call(part)}" for name, part in study.systems[outcome.system].rates.items()
+    ]
     if system.pooled:
         remarks.append("central training on all clients' samples")
     if len(tuning.points_of(system)) < 2:

@@ -57,7 +57,8 @@ class System:
       grid: values to try, by the name of an option of the method or the federation, or of an option of a part:
         "attack.scale", "uploads.clip.norm".
       title: for tables; the method's name when not given.
-      preset: name of tuned values, see `presets`; they fill in options that are not given.
+      preset: name of tuned values, see `presets`; they fill in options that are not given, and how these change over the rounds
+        (`rates: {lr: null}` keeps one constant).
       scenarios: names of the scenarios that it is run on; all when not given.
       projection: numbers between two more layers before the head, which MOON's contrast needs (`features.with_projection`);
         none when not given.
@@ -96,6 +97,7 @@ class System:
         builder = lookup.method(self.method)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
+        object.__setattr__(self, "rates", {name: part for name, part in self.rates.items() if part is not None})
         self._check_options(keywords(builder))
         self._check_rates(builder)
         self._check_grid()
@@ -175,11 +177,14 @@ class System:
     def _fill_in(self, preset: presets.Preset) -> None:
         if preset.method != self.method:
             raise ValueError(f"preset {preset.name} is of method {preset.method}, not {self.method}")
+        given = {*self.options, *self.federation}
         takes, free = keywords(lookup.method(self.method)), {**preset.options, **preset.chosen}
         for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
             tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
-        object.__setattr__(self, "rates", {**preset.rates, **self.rates})
+        # How a value changes belongs to the value.
+        theirs = {name: value for name, value in preset.rates.items() if name not in {*given, *self.grid}}
+        object.__setattr__(self, "rates", {**theirs, **self.rates})
         # Options of parts, where the system has the part and does not say them itself.
         of_parts = {name: value for name, value in free.items() if "." in name and name not in self.grid}
         object.__setattr__(self, "federation", filled(self.federation, of_parts))

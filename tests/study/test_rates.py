@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.study import presets, run
+from fedjax_meta.study import presets, results, run
 from fedjax_meta.study.parts import RATES, made
 from fedjax_meta.study.rates import times
 from fedjax_meta.study.system import System
@@ -133,6 +134,14 @@ def test_a_study_tells_the_rounds_and_a_grid_multiplies_the_factor(tmp_path):
     again = System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a")
     assert again.rates == rates and again.options["lr"] == 0.2
     assert System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a", rates={"lr": "linear"}).rates == {"lr": "linear"}
+    of_preset = partial(System, method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a")
+    for own in ({"options": {"lr": 0.05}}, {"grid": {"lr": [0.1, 0.2]}}, {"rates": {"lr": None}}):
+        assert of_preset(**own).rates == {}, own
+    assert "lr changes over the rounds" in str(preset)
+    chosen = study(systems=of_grid)
+    assert (
+        "lr changes over the rounds: cosine" in results.lines(chosen, "pairs", run.build(chosen)["pairs"], [outcome])[0].remark
+    )
     tested = System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a", tested_with={"lr": 0.3}).tested()
     assert tested.rates == {} and tested.options["lr"] == 0.3
 
@@ -151,8 +160,8 @@ def test_a_run_with_rates_goes_on_where_it_was_stopped_and_takes_more_rounds_whe
         run.run(study(systems=one), tmp_path / "stopped", watcher=Silent(stop_at=2))
     run.run(study(systems=one), tmp_path / "stopped", watcher=Silent())
     run.run(study(systems=one, rounds=2), tmp_path / "longer", watcher=Silent())
-    results = [run.run(study(systems=one), tmp_path / name, watcher=Silent())[0] for name in ("stopped", "longer")]
-    for again in results:
+    for name in ("stopped", "longer"):
+        again = run.run(study(systems=one), tmp_path / name, watcher=Silent())[0]
         assert [t.rows[-1]["tests"] for t in again.final] == [t.rows[-1]["tests"] for t in whole.final]
 
 
@@ -185,7 +194,13 @@ def test_rates_that_cannot_be_are_refused(system, words):
         ({"method": "fedavg", "rates": {"finetune_lr": "inverse"}}, "rates: finetune_lr has no value that could change"),
         ({"method": "fedadam", "rates": {"server_lr": "inverse"}, "federation": {}}, "server_lr of its own"),
         ({"method": "fedmeta_server", "rates": {"server_lr": "inverse"}}, "fedmeta_server has a server optimiser of its own"),
-        ({"method": "fedmeta_server", "rates": {"outer_lr": "inverse"}}, "gives this rate to its own server optimiser"),
+        ({"method": "fedmeta_server", "rates": {"outer_lr": "inverse"}}, "gives outer_lr to its own server optimiser"),
+        (
+            {"method": "pfedsim", "rates": {"server_lr": "inverse"}},
+            "rates: server_lr of pfedsim cannot change: after the warm-up",
+        ),
+        ({"method": "fedavg", "options": {"lr": True}, "rates": {"lr": "inverse"}}, "lr=True must be a finite number"),
+        ({"method": "fedavg", "options": {"lr": "a"}, "rates": {"lr": "inverse"}}, "lr='a' must be a finite number: a number"),
         (
             {
                 "method": "fedavg",
