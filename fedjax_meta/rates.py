@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
         checks.function(f"rates[{name!r}]", schedule, ("round",), "optax.cosine_decay_schedule(0.1, 100)")
 
     first = {name: _at_start(name, schedule) for name, schedule in rates.items()}
-    names = ", ".join(rates)
+    names = " or ".join(rates)
 
     def at(round_: Scalar) -> Method:
         # A schedule may give an integer, or a Python number for any round.
@@ -64,13 +65,14 @@ def scheduled(build: Callable[..., Method], task: Any, *, rates: Mapping[str, Sc
 
     def in_round(part: str) -> Callable[..., Any]:
         def rule(*given: Any) -> Any:
-            with _known_before(base, names):
+            with _known_before(base, names, partial(getattr(base, part), *given)):
                 return getattr(at(given[_WITH_ROUND[part]].round), part)(*given)
 
         return rule
 
     def mix(key: Any, state: Any, cohort: Any, data: Any) -> Any:
-        with _known_before(base, names):
+        assert base.collaborate is not None
+        with _known_before(base, names, partial(base.collaborate.mix, key, state, cohort, data)):
             now = at(state.round).collaborate
             assert now is not None
             return now.mix(key, state, cohort, data)
@@ -117,11 +119,12 @@ def _at_start(name: str, schedule: Schedule) -> Any:
 
 
 @contextlib.contextmanager
-def _known_before(method: Method, names: str) -> Iterator[None]:
-    """Raises `ValueError` where code that a rate changes needs it as a number."""
+def _known_before(method: Method, names: str, plainly: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """Raises `ValueError` where code needs a rate as a number. If `plainly`, without changes, fails too, that is its error."""
     try:
         yield
     except _NEEDS_NUMBERS as error:
+        plainly()
         raise ValueError(f"{method.name} must know {names} before the run: it cannot change from round to round") from error
 
 

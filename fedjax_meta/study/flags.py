@@ -65,7 +65,7 @@ def called(flag: str, text: str) -> tuple[str, Tree]:
         if not equals or key in options or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             listed = f"; `fedjax-meta list {_LISTS[flag]} {found[1]}` shows the keys" if flag in _LISTS and not equals else ""
             raise ValueError(f"{flag} {found[1]}: {checks.shown(word)} must read KEY=VALUE, each key once{listed}")
-        is_part = key in (*parts.PARTS, "uploads", "rates")
+        is_part = key in (*parts.PARTS, "uploads", "rates", "tested_with")
         options[key] = (_part if is_part else _yaml)(f"{flag} {found[1]}: {key}", value.strip())
     return found[1], options
 
@@ -82,10 +82,11 @@ def _part(option: str, text: str) -> Any:
     if several := re.fullmatch(r"\[(.*)\]", text, re.DOTALL):
         return [_part(option, one) for one in words(several[1])]
     named = re.fullmatch(r"\{(.*)\}", text, re.DOTALL)
-    entries = (
-        {key.strip(): value.strip() for key, _, value in (one.partition(":") for one in words(named[1]))} if named else {}
-    )
-    if any(_is_call(value) for value in entries.values()):
+    pairs = [one.partition(":") for one in words(named[1])] if named else []
+    entries = {key.strip(): value.strip() for key, _, value in pairs}
+    if any(map(_is_call, entries.values())):
+        if len(entries) < len(pairs):
+            raise ValueError(f"{option}={checks.shown(text)} must have each key once")
         return {key: _part(f"{option}: {key}", value) for key, value in entries.items()}
     if not _is_call(text):
         return _yaml(option, text)

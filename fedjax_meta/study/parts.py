@@ -259,7 +259,8 @@ def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return given["name"], {key: value for key, value in given.items() if key != "name"}
     name = next(iter(given), None) if isinstance(given, Mapping) else None
-    hint = f"; write {{name: {name}, OPTION: VALUE}}" if name is not None and where(name, [*PARTS, "uploads"]) else ""
+    known = isinstance(name, str) and (name in RATES or where(name, [*PARTS, "uploads"]))
+    hint = f"; write {{name: {name}, OPTION: VALUE}}" if known else ""
     raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}{hint}")
 
 

@@ -25,7 +25,7 @@ def cosine(*, rounds: int, end: float = 0.01, warmup: int = 0) -> Schedule:
     """The rate falls along half a cosine, from all of it to a share of it.
 
     Args:
-      rounds: in which it falls; those of the study.
+      rounds: in which it falls; a study gives its own where a system does not say them.
       end: that share, above 0: clients adapt in tests with what is left.
       warmup: rounds before, in which it rises: 1 / warmup of it in the first one. They count among `rounds`.
     """
@@ -164,7 +164,7 @@ def times(start: Any, factor: Schedule) -> Schedule:
 def federation(made: Federation, factor: Schedule | None, method: Method) -> Federation:
     """A federation whose server's rate changes over its steps: what its optimiser gives is multiplied by a factor.
 
-    That is the rate's own doing: every optimiser of a study multiplies by it last.
+    This equals a rate that changes, because every optimiser of a study multiplies by its rate last.
 
     Raises:
       ValueError: a method that takes no server optimiser or has one of its own; FedAsync, where the rate is a share of models
@@ -180,7 +180,9 @@ def federation(made: Federation, factor: Schedule | None, method: Method) -> Fed
     if "server_optimizer" in method.refuses:
         raise ValueError(f"rates: {SERVER} of {method.name} cannot change: {method.refuses['server_optimizer']}")
     if isinstance(made.schedule, Asynchronous) and made.schedule.mixes_models:
-        raise ValueError(f"rates: in {made.schedule.name}, {SERVER} is a share of models that are mixed: leave it out")
+        raise ValueError(
+            f"rates: in {made.schedule.name}, {SERVER} is a share of models that are mixed: leave {SERVER} out of rates"
+        )
     optimizer = optax.sgd if made.server_optimizer is None else made.server_optimizer
     rate = 1.0 if made.server_lr is None else made.server_lr
 

@@ -141,7 +141,8 @@ def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:
     idle = clients.new is not None and not trained(NEW, alone(study, outcome.system))
     remarks += ["new clients do not train"] * idle
     remarks += [
-        f"{name} changes over the rounds: {flags.as_call(part)}" for name, part in study.systems[outcome.system].rates.items()
+        f"{name} changes over the rounds: {flags.as_call(part)}"
+        for name, part in study.systems[outcome.system].changing.items()
     ]
     if system.pooled:
         remarks.append("central training on all clients' samples")

@@ -237,7 +237,7 @@ def _save_presets(study: Study, folder: Path, outcomes: Sequence[Outcome]) -> No
             systems[outcome.system] = {
                 "method": system.method,
                 "options": dict(system.options),
-                **({"rates": dict(study.systems[outcome.system].rates)} if system.rates else {}),
+                **({"rates": dict(study.systems[outcome.system].changing)} if system.changing else {}),
                 "chosen": outcome.chosen,
                 "score": float(best.kind.text(best.score)),
                 "metric": best.kind.label,

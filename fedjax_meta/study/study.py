@@ -290,7 +290,7 @@ class Study:
             # A grid may be extended, beyond every size that is known here.
             sizes = [*own.grid["cohort_size"], 10**6] if "cohort_size" in own.grid else ()
             merged = parts.told(merged, attackers=on_scenario.attackers, cohort_sizes=sizes)
-        return dataclasses.replace(own, federation=merged, rates=parts.over_rounds(own.rates, self.rounds))
+        return dataclasses.replace(own, federation=merged, rates={**own.rates, **parts.over_rounds(own.changing, self.rounds)})
 
 
 def load(

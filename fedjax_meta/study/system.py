@@ -51,9 +51,9 @@ class System:
       method: name in `METHODS`, or "module:name" of a builder of your own.
       options: of the method.
       federation: of `Federation`; `uploads` is a list of parts.
-      rates: how rates change over the rounds, by the name of an option of the method, or "server_lr" of the federation: a part
-        whose factor multiplies the value of that option, be it given or of the grid, see `study.rates`. Clients that adapt in
-        tests have the rate after the last round, unless `tested_with` says it.
+      rates: how rates change over the rounds, by the name of an option of the method, or "server_lr" of the federation, which
+        counts the server's steps: a part whose factor multiplies the value of that option, be it given or of the grid, see
+        `study.rates`. Clients that adapt in tests have the rate after the last round, unless `tested_with` says it.
       grid: values to try, by the name of an option of the method or the federation, or of an option of a part:
         "attack.scale", "uploads.clip.norm".
       title: for tables; the method's name when not given.
@@ -97,7 +97,6 @@ class System:
         builder = lookup.method(self.method)
         if self.preset is not None:
             self._fill_in(presets.find(self.preset))
-        object.__setattr__(self, "rates", {name: part for name, part in self.rates.items() if part is not None})
         self._check_options(keywords(builder))
         self._check_rates(builder)
         self._check_grid()
@@ -132,7 +131,7 @@ class System:
 
     def _check_pooled(self) -> None:
         checks.flag("pooled", self.pooled)
-        if self.pooled and self.rates:
+        if self.pooled and self.changing:
             raise ValueError("pooled and rates, which change over the rounds of a federation: leave one of them out")
         if self.pooled and self.tested_with:
             raise ValueError("pooled and tested_with: leave one of them out")
@@ -167,11 +166,11 @@ class System:
             )
         for name, value in self.options.items():
             word = value.get("name") if isinstance(value, Mapping) else str(value).partition("(")[0]
-            if word in rates.RATES and name in own:
+            if isinstance(word, str) and word in rates.RATES and name in own:
                 raise ValueError(
                     f"{name}={checks.shown(value)}: give {name} a number, and beside it rates: {{{name}: {word}}}"
                 )
-        for name, value in over_rounds(self.rates, rounds=checks.LARGEST_COUNT).items():
+        for name, value in over_rounds(self.changing, rounds=checks.LARGEST_COUNT).items():
             made(f"rates: {name}", rates.RATES, value)
 
     def _fill_in(self, preset: presets.Preset) -> None:
@@ -182,12 +181,18 @@ class System:
         for kind, mine in (("options", [name for name in free if name in takes]), ("federation", set(free) - set(takes))):
             tuned = {name: free[name] for name in mine if name not in self.grid and "." not in name}
             object.__setattr__(self, kind, {**tuned, **getattr(self, kind)})
-        # How a value changes belongs to the value.
-        theirs = {name: value for name, value in preset.rates.items() if name not in {*given, *self.grid}}
+        # How a value changes belongs to the value: one that the preset fills in, or the default of its method.
+        filled_in = {*takes, *free} - {*given, *self.grid}
+        theirs = {name: value for name, value in preset.rates.items() if name in filled_in and not self.pooled}
         object.__setattr__(self, "rates", {**theirs, **self.rates})
         # Options of parts, where the system has the part and does not say them itself.
         of_parts = {name: value for name, value in free.items() if "." in name and name not in self.grid}
         object.__setattr__(self, "federation", filled(self.federation, of_parts))
+
+    @property
+    def changing(self) -> dict[str, Any]:
+        """`rates` without the nulls, which say what does not change although a preset says so."""
+        return {name: part for name, part in self.rates.items() if part is not None}
 
     def build(self, clients_or_task: Clients | Task, **numbers: Any) -> Algorithm:
         """The algorithm, see `parts`."""
@@ -231,7 +236,7 @@ class System:
             shared = with_clients(federation, clients)
             if self.projection is not None:
                 task = with_projection(task, *_size_of_head(task), projection=self.projection)
-            factors = {name: made(f"rates: {name}", rates.RATES, value) for name, value in self.rates.items()}
+            factors = {name: made(f"rates: {name}", rates.RATES, value) for name, value in self.changing.items()}
             of_server = factors.pop(rates.SERVER, None)
             method = rates.method(builder, task, factors, options)
             return method, rates.federation(Federation(**shared), of_server, method)

@@ -109,6 +109,7 @@ CALLS = [
     ("fedavg(clip=1.0)", "fedavg takes no 'clip': it is a part, which is written as uploads: [{{name: clip}}]"),
     ("fedmeta(implicit=true)", "fedmeta takes no 'implicit': it is a part, which is written as estimator: implicit"),
     ("fedmeta(adam=true)", "fedmeta takes no 'adam': it is a part, which is written as inner_optimizer: adam"),
+    ("fedavg(rates={lr: cosine(end=0.1), lr: linear})", "rates='{{lr: cosine(end=0.1), lr: linear}}' must have each key once"),
     ("fedavg(rounds=5)", "fedavg takes no 'rounds', which belongs to the study"),
     ("fedavg(uploads=[3])", "uploads must be a tuple of upload transformations, e.g. (fm.uploads.clip(1.0),), not 3.0"),
     ("fedavg(schedule=[3])", "schedule must be a name, or a mapping with a name and options, not 3.0"),

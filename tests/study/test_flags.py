@@ -104,6 +104,7 @@ def test_what_is_wrong_is_said_in_one_line(words, message):
         ("uploads=[clip(norm=1.0), mask]", "uploads=[{name: clip, norm: 1.0}, mask]"),
         ("server_optimizer=adam()", "server_optimizer={name: adam}"),
         ("rates={lr: cosine}", "rates={'lr': 'cosine'}"),
+        ("tested_with={optimizer: sgd(momentum=0.9)}", "tested_with={optimizer: {name: sgd, momentum: 0.9}}"),
         (
             "rates={lr: steps(after=[2, 3], factor=0.5), server_lr: linear}",
             "rates={lr: {name: steps, after: [2, 3], factor: 0.5}, server_lr: linear}",

@@ -1,8 +1,10 @@
 """Rates that change over the rounds of a study."""
 
+import dataclasses
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ import optax
 import pytest
 
 import fedjax_meta as fm
-from fedjax_meta.study import presets, results, run
+from fedjax_meta.study import from_tree, presets, results, run, to_tree
 from fedjax_meta.study.parts import RATES, made
 from fedjax_meta.study.rates import times
 from fedjax_meta.study.system import System
@@ -136,7 +138,7 @@ def test_a_study_tells_the_rounds_and_a_grid_multiplies_the_factor(tmp_path):
     assert System(method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a", rates={"lr": "linear"}).rates == {"lr": "linear"}
     of_preset = partial(System, method="fedavg", preset=f"{tmp_path}/grid/presets/pairs/a")
     for own in ({"options": {"lr": 0.05}}, {"grid": {"lr": [0.1, 0.2]}}, {"rates": {"lr": None}}):
-        assert of_preset(**own).rates == {}, own
+        assert of_preset(**own).changing == study(systems={"b": {**vars(of_preset(**own))}}).system("b").changing == {}, own
     assert "lr changes over the rounds" in str(preset)
     chosen = study(systems=of_grid)
     assert (
@@ -170,6 +172,8 @@ def test_a_run_with_rates_goes_on_where_it_was_stopped_and_takes_more_rounds_whe
     [
         ({"rates": "cosine"}, "rates='cosine' must be a mapping of names and values"),
         ({"rates": {"lr": 0.9}}, "rates: lr must be a name, or a mapping with a name and options, not 0.9"),
+        ({"rates": {"lr": {"cosine": {"end": 0.1}}}}, "; write {name: cosine, OPTION: VALUE}"),
+        ({"options": {"lr": {"name": ["a"]}}, "rates": {"lr:cosine": None}}, "rates of fedavg takes no 'lr:cosine'"),
         ({"rates": {"lr": "cosin"}}, "rates: lr='cosin' is unknown (did you mean 'cosine'?)"),
         ({"rates": {"lr": {"name": "cosine", "end": 0}}}, "end=0 must be finite and above 0"),
         ({"rates": {"lr": {"name": "linear", "rounds": 3, "warmup": 3}}}, "warmup=3 must be below rounds=3"),
@@ -210,7 +214,7 @@ def test_rates_that_cannot_be_are_refused(system, words):
                     "schedule": {"name": "fedasync", "seconds": [1.0] * 10, "rounds": 9, "concurrency": 2, "most_stale": 3},
                 },
             },
-            "in fedasync, server_lr is a share of models that are mixed: leave it out",
+            "in fedasync, server_lr is a share of models that are mixed: leave server_lr out of rates",
         ),
     ],
 )
@@ -218,6 +222,38 @@ def test_rates_that_a_method_or_a_federation_cannot_change_are_refused(system, w
     clients = study().scenarios["pairs"].build()
     with pytest.raises(ValueError, match=re.escape(words)):
         System(**system).build(clients)
+
+
+def test_a_preset_says_how_its_own_values_change_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entry = {"method": "fedprox", "options": {"epochs": 1}, "chosen": {"prox_weight": 0.1}, "score": 90.0}
+    entry |= {
+        "rates": {"lr": "cosine", "server_lr": "inverse"},
+        "federation": {"server_lr": 0.5},
+        "at the end of its grid": [],
+    }
+    presets.write(presets.HERE / "mine.yaml", {"systems": {"x": entry}})
+    one = {"method": "fedprox", "preset": "mine/x"}
+    assert System(**one).changing == {"lr": "cosine"} and System(**one, pooled=True).changing == {}
+    constant = from_tree(to_tree(study(systems={"x": {**one, "rates": {"lr": None}}})))
+    assert constant.system("x").changing == {}
+    with pytest.raises(ValueError, match="rates of fedprox takes no 'Lr'"):
+        System(**one, rates={"Lr": None})
+
+
+def test_an_error_of_ones_own_rule_is_not_put_down_to_a_rate():
+    @fm.method_builder
+    def own(task, *, lr=0.1):
+        base = fm.fedavg(task, lr=lr)
+
+        def client(key, received, data):
+            return base.client(key, received, data) if received.round > 3 else None
+
+        return dataclasses.replace(base, client=client)
+
+    method = fm.rates.scheduled(own, study().scenarios["pairs"].build().task, rates={"lr": times(0.1, lambda r: 0.9**r)})
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.eval_shape(lambda round_: method.client(None, SimpleNamespace(round=round_), None), np.int32(0))
 
 
 def test_the_record_of_a_rate_says_how_it_changes():
