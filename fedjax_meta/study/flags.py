@@ -82,12 +82,12 @@ def _part(option: str, text: str) -> Any:
     if several := re.fullmatch(r"\[(.*)\]", text, re.DOTALL):
         return [_part(option, one) for one in words(several[1])]
     named = re.fullmatch(r"\{(.*)\}", text, re.DOTALL)
-    pairs = [one.partition(":") for one in words(named[1])] if named else []
-    entries = {key.strip(): value.strip() for key, _, value in pairs}
-    if any(map(_is_call, entries.values())):
-        if len(entries) < len(pairs):
+    entries = [one.partition(":") for one in words(named[1])] if named else []
+    if any(_is_call(value.strip()) for _, _, value in entries):
+        found = {key.strip(): _part(f"{option}: {key.strip()}", value.strip()) for key, _, value in entries}
+        if len(found) < len(entries):
             raise ValueError(f"{option}={checks.shown(text)} must have each key once")
-        return {key: _part(f"{option}: {key}", value) for key, value in entries.items()}
+        return found
     if not _is_call(text):
         return _yaml(option, text)
     name, options = called(option, text)
