@@ -1,6 +1,7 @@
 """What new clients need: results of their tests with fewer samples and with other numbers of passes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,26 +34,10 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     there = [scenario for scenario in found if scenario in tested]
     if not there:
         return ["New clients were not tested with fewer samples yet.", ""]
-    rows, own, enough, tuned, other, alone = [], [], [], [], [], []
+    tables = _Tables([], [], [], [], [], [])
     for scenario in there:
         mine = [one for one in tested[scenario] if one.system in found[scenario]]
-        kind = next(iter(found[scenario].values()))[0].kind
-        samples, passes = _by_samples(mine), _by_passes(mine)
-        adapt = [name for name in samples if newcomers.adapts_by(systems[name])[0] and systems[name].method != LOCAL]
-        plain = [name for name in samples if name not in adapt and systems[name].method != LOCAL and not systems[name].pooled]
-        numbers = sorted({number for some in samples.values() for number in some}, key=_in_order)
-        longest = max(_means(passes.get(LOCAL, {}), kind).items(), key=lambda item: item[1], default=None)
-        ends = {name for name, lines in found[scenario].items() if lines[0].edge}
-        rows += [_row(scenario, number, samples, adapt, plain, kind, ends) for number in SHOWN if number in numbers]
-        alone += [] if longest is None else [f"{scenario} {kind.text(abs(longest[1]))} ({longest[0]} passes)"]
-        if _rate(found[scenario], "fedavg") == _rate(found[scenario], "fedavg_ft"):
-            tuned += _fine_tuning(scenario, numbers, samples, kind, ends)
-        else:
-            other.append(scenario)
-        own += _own_best(scenario, {name: passes[name] for name in adapt if name in passes}, kind)
-        enough += [
-            [where, _marked(system, ends), *words] for where, system, *words in _enough(scenario, samples, passes, kind)
-        ]
+        tables.add(scenario, found[scenario], systems, mine)
     text = [
         "The best systems that take no gradient before they are tested and the best that do, by the number of samples that a new "
         "client has to adapt on, beside a client that trains by itself. How many of those that adapt are better or worse than "
@@ -63,45 +48,85 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
         "not those of the rows.",
         "",
     ]
-    counted = [BETTER, OPEN, WORSE, *(f"{word}, inside" for word in (BETTER, OPEN, WORSE))]
-    headings = ["scenario", "samples", "best without a gradient", "best that adapts", *counted, LOCAL]
-    text += [report.markdown_table(headings, rows, text_columns=1), ""]
-    if alone:
-        text += [f"By the best number of passes over all samples, {LOCAL} reaches: {'; '.join(alone)}.", ""]
-    if tuned:
-        text += [
-            "The same model, fine-tuned by ten passes or as it is (fedavg\\_ft minus fedavg), by the number of samples:",
+    return text + tables.text()
+
+
+class _Tables(NamedTuple):
+    """What the section's tables say, each a list to which every scenario adds.
+
+    Attributes:
+      rows: by the number of samples, see `_row`.
+      alone: how far clients come that train by themselves.
+      tuned, untold: fine-tuned against plain FedAvg, and the scenarios where they cannot be compared.
+      own: how many systems need how many passes, by scenario.
+      enough: by system, what it needs.
+    """
+
+    rows: list[list[str]]
+    alone: list[str]
+    tuned: list[list[str]]
+    untold: list[str]
+    own: list[tuple[str, dict[int, int]]]
+    enough: list[list[str]]
+
+    def add(
+        self, scenario: str, found: Mapping[str, Sequence[Line]], systems: Mapping[str, System], tested: Sequence[Tested]
+    ) -> None:
+        """Adds a scenario, with its rows and its tests of new clients."""
+        kind = next(iter(found.values()))[0].kind
+        samples, passes = _by_samples(tested), _by_passes(tested)
+        adapt = [name for name in samples if newcomers.adapts_by(systems[name])[0] and systems[name].method != LOCAL]
+        plain = [name for name in samples if name not in adapt and systems[name].method != LOCAL and not systems[name].pooled]
+        numbers = sorted({number for some in samples.values() for number in some}, key=_in_order)
+        longest = max(_means(passes.get(LOCAL, {}), kind).items(), key=lambda item: item[1], default=None)
+        ends = {name for name, lines in found.items() if lines[0].edge}
+        self.rows.extend(_row(scenario, number, samples, adapt, plain, kind, ends) for number in SHOWN if number in numbers)
+        if longest is not None:
+            self.alone.append(f"{scenario} {kind.text(abs(longest[1]))} ({longest[0]} passes)")
+        if _rate(found, "fedavg") == _rate(found, "fedavg_ft"):
+            self.tuned.extend(_fine_tuning(scenario, numbers, samples, kind, ends))
+        else:
+            self.untold.append(scenario)
+        self.own.extend(_own_best(scenario, {name: passes[name] for name in adapt if name in passes}, kind))
+        needs = _enough(scenario, samples, passes, kind)
+        self.enough.extend([where, _marked(system, ends), *words] for where, system, *words in needs)
+
+    def text(self) -> list[str]:
+        """The tables with the sentences between them."""
+        counted = [BETTER, OPEN, WORSE, *(f"{word}, inside" for word in (BETTER, OPEN, WORSE))]
+        headings = ["scenario", "samples", "best without a gradient", "best that adapts", *counted, LOCAL]
+        text = [report.markdown_table(headings, self.rows, text_columns=1), ""]
+        if self.alone:
+            text += [f"By the best number of passes over all samples, {LOCAL} reaches: {'; '.join(self.alone)}.", ""]
+        if self.tuned:
+            headings = ["scenario", "fine-tuning is worse", "undecided", "better"]
+            text += [
+                "The same model, fine-tuned by ten passes or as it is (fedavg\\_ft minus fedavg), by the number of samples:",
+                "",
+                report.markdown_table(headings, self.tuned, text_columns=4),
+                "",
+            ]
+        if self.tuned and self.untold:
+            text += [f"Left out are scenarios where the two are trained with different rates: {', '.join(self.untold)}.", ""]
+        if self.own:
+            numbers = sorted({number for _, systems in self.own for number in systems})
+            table = [[scenario, *(str(systems.get(number, 0)) for number in numbers)] for scenario, systems in self.own]
+            text += [
+                f"How many passes bring a system that adapts within {CLOSE:g} point (percent of accuracy) of the best that it "
+                "reaches with any number of them (systems by the least number):",
+                "",
+                report.markdown_table(["scenario", *map(str, numbers)], table, text_columns=1),
+                "",
+            ]
+        headings = ["scenario", "system", "passes", "samples", f"better than {LOCAL} from"]
+        return [
+            *text,
+            f"By system: the passes, and the samples, that bring it within {CLOSE:g} point of its own best, and the number of "
+            f"samples from which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is "
+            "are left out.",
             "",
-            report.markdown_table(["scenario", "fine-tuning is worse", "undecided", "better"], tuned, text_columns=4),
-            "",
+            *board.folded("The table", [report.markdown_table(headings, self.enough, text_columns=2)]),
         ]
-    if tuned and other:
-        text += [f"Left out are scenarios where the two are trained with different rates: {', '.join(other)}.", ""]
-    if own:
-        numbers = sorted({number for _, counted in own for number in counted})
-        table = [[scenario, *(str(counted.get(number, 0)) for number in numbers)] for scenario, counted in own]
-        text += [
-            f"How many passes bring a system that adapts within {CLOSE:g} point (percent of accuracy) of the best that it "
-            "reaches with any number of them (systems by the least number):",
-            "",
-            report.markdown_table(["scenario", *map(str, numbers)], table, text_columns=1),
-            "",
-        ]
-    text += [
-        f"By system: the passes, and the samples, that bring it within {CLOSE:g} point of its own best, and the number of "
-        f"samples from which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is are "
-        "left out.",
-        "",
-        *board.folded(
-            "The table",
-            [
-                report.markdown_table(
-                    ["scenario", "system", "passes", "samples", f"better than {LOCAL} from"], enough, text_columns=2
-                )
-            ],
-        ),
-    ]
-    return text
 
 
 def _in_order(number: int) -> float:
