@@ -1,7 +1,7 @@
 """What new clients need: results of their tests with fewer samples and with other numbers of passes."""
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     there = [scenario for scenario in found if scenario in tested]
     if not there:
         return ["New clients were not tested with fewer samples yet.", ""]
-    tables = _Tables([], [], [], [], [], [])
+    tables = _Tables()
     for scenario in there:
         mine = [one for one in tested[scenario] if one.system in found[scenario]]
         tables.add(scenario, found[scenario], systems, mine)
@@ -51,7 +51,8 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     return text + tables.text()
 
 
-class _Tables(NamedTuple):
+@dataclasses.dataclass
+class _Tables:
     """What the section's tables say, each a list to which every scenario adds.
 
     Attributes:
@@ -62,12 +63,12 @@ class _Tables(NamedTuple):
       enough: by system, what it needs.
     """
 
-    rows: list[list[str]]
-    alone: list[str]
-    tuned: list[list[str]]
-    untold: list[str]
-    own: list[tuple[str, dict[int, int]]]
-    enough: list[list[str]]
+    rows: list[list[str]] = dataclasses.field(default_factory=list)
+    alone: list[str] = dataclasses.field(default_factory=list)
+    tuned: list[list[str]] = dataclasses.field(default_factory=list)
+    untold: list[str] = dataclasses.field(default_factory=list)
+    own: list[tuple[str, dict[int, int]]] = dataclasses.field(default_factory=list)
+    enough: list[list[str]] = dataclasses.field(default_factory=list)
 
     def add(
         self, scenario: str, found: Mapping[str, Sequence[Line]], systems: Mapping[str, System], tested: Sequence[Tested]

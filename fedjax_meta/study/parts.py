@@ -156,11 +156,11 @@ ATTACKERS = "attackers"
 """A word in options of aggregators and attacks, in place of how many clients attack, or which share of them."""
 
 
-def where(name: str, options: Collection[str]) -> str | None:
+def written_as(name: str, options: Collection[str]) -> str | None:
     """How a part of this name is written, in one of these options; `None` if none of them has such a part.
 
     Example:
-      >>> where("clip", ["uploads"]), where("adam", ["lr", "outer_optimizer", "server_optimizer"]), where("lr", ["lr"])
+      >>> written_as("clip", ["uploads"]), written_as("adam", ["outer_optimizer", "server_optimizer"]), written_as("lr", ["lr"])
       ('uploads: [{name: clip}]', 'outer_optimizer: adam', None)
     """
     if name in UPLOADS and "uploads" in options:
@@ -259,7 +259,7 @@ def _name_and_options(option: str, given: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return given["name"], {key: value for key, value in given.items() if key != "name"}
     name = next(iter(given), None) if isinstance(given, Mapping) else None
-    known = isinstance(name, str) and (name in RATES or where(name, [*PARTS, "uploads"]))
+    known = isinstance(name, str) and (name in RATES or written_as(name, [*PARTS, "uploads"]))
     hint = f"; write {{name: {name}, OPTION: VALUE}}" if known else ""
     raise ValueError(f"{option} must be a name, or a mapping with a name and options, not {given!r}{hint}")
 

@@ -26,8 +26,8 @@ from fedjax_meta.study.parts import (
     part,
     placed,
     told,
-    where,
     with_clients,
+    written_as,
 )
 from fedjax_meta.study.scenario import Clients
 from fedjax_meta.task import Task
@@ -110,10 +110,10 @@ class System:
     def _check_options(self, taken: Sequence[str]) -> None:
         for name in self.grid:
             checks.word("option in the grid", name)
-        given = {**self.options, **{name: None for name in self.grid if "." not in name}}
+        given = dict.fromkeys([*self.options, *(name for name in self.grid if "." not in name)])
         own = [name for name in given if name not in federations.OPTIONS or name in self.options]
         for name in own:
-            if name not in taken and (written := where(name, [*taken, *federations.OPTIONS])):
+            if name not in taken and (written := written_as(name, [*taken, *federations.OPTIONS])):
                 raise ValueError(f"{self.method} takes no {name!r}: it is a part, which is written as {written}")
         elsewhere = {**dict.fromkeys(OF_A_STUDY, "the study"), **dict.fromkeys(federations.OPTIONS, "federation")}
         checks.options(self.method, own, taken, elsewhere, error=ValueError)
