@@ -194,11 +194,16 @@ def _merged(tree: Tree, changes: Mapping[str, Any]) -> Tree:
         old = result.get(key)
         if value is None:
             result.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(old, Mapping):
+        elif isinstance(value, Mapping) and isinstance(old, Mapping) and not _another(old, value):
             result[key] = _merged(dict(old), value)
         else:
             result[key] = copy.deepcopy(value)
     return result
+
+
+def _another(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a part is replaced by one of another name, which does not take the options of the old one."""
+    return "name" in old and new.get("name", old["name"]) != old["name"]
 
 
 def override(tree: Tree, text: str) -> None:

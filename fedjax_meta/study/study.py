@@ -7,6 +7,7 @@ from typing import Any
 
 from fedjax_meta import checks, measures
 from fedjax_meta.federation import OPTIONS
+from fedjax_meta.methods import METHODS
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import files, flags, lookup, parts, targets
 from fedjax_meta.study.files import DRAW
@@ -346,6 +347,8 @@ def from_tree(tree: Mapping[str, Any]) -> Study:
         named = tree.get(kind)
         if not isinstance(named, Mapping) or not named:
             raise ValueError(f"{kind} must be a mapping of names")
+        if of is System:
+            named = {name: _with_method(name, entry) for name, entry in named.items()}
         tree[kind] = {name: _object(f"{kind}.{name}", of, value) for name, value in files.expanded(kind, named).items()}
     if "tuning" in tree:
         tree["tuning"] = _object("tuning", Tuning, tree["tuning"])
@@ -365,6 +368,12 @@ def to_tree(study: Study) -> dict[str, Any]:
 def to_yaml(study: Study) -> str:
     """The study as YAML, with all its fields; options that are not given stay so."""
     return files.text_of(to_tree(study))
+
+
+def _with_method(name: Any, entry: Any) -> Any:
+    """A system that names no method is that of its own name, if there is one."""
+    unsaid = entry is None or (isinstance(entry, Mapping) and "method" not in entry)
+    return {"method": name, **(entry or {})} if unsaid and name in METHODS else entry
 
 
 def _object(where: str, of: type, given: Any) -> Any:

@@ -91,6 +91,32 @@ def test_variants_are_laid_over_in_order_and_before_overrides(tmp_path):
         load(path, variants=["long"])
 
 
+def test_a_part_of_another_name_takes_the_place_of_the_old_one():
+    """The options of the one are not those of the other; a part that keeps its name keeps its options."""
+    old = {"name": "steps", "after": [2], "factor": 0.5}
+    base = tree(systems={"fedavg": {"rates": {"lr": old}}})
+    for new, then in (
+        ({"name": "exponential", "factor": 0.9}, {"name": "exponential", "factor": 0.9}),
+        ({"name": "steps", "after": [1]}, {**old, "after": [1]}),
+        ({"factor": 0.1}, {**old, "factor": 0.1}),
+        ("cosine", "cosine"),
+    ):
+        changed = {**base, "variants": {"other": {"systems": {"fedavg": {"rates": {"lr": new}}}}}}
+        assert files.variants(changed, ["other"])["systems"]["fedavg"]["rates"]["lr"] == then
+
+
+def test_a_system_without_a_method_is_that_of_its_name():
+    each = {"each": {"options.epochs": [1, 2]}}
+    chosen = study(systems={"fedavg": None, "fedper": {"title": "own"}, "ditto": each, "mine": {"method": "fedavg"}}).systems
+    assert {name: system.method for name, system in chosen.items()} == {
+        "fedavg": "fedavg", "fedper": "fedper", "ditto-1": "ditto", "ditto-2": "ditto", "mine": "fedavg"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"systems\.mine needs method"):
+        study(systems={"mine": {"options": {"epochs": 1}}})
+    with pytest.raises(ValueError, match=r"systems\.fedavg has no field 'epochs', which belongs to options"):
+        study(systems={"fedavg": {"epochs": 1}})
+
+
 def test_each_makes_an_entry_of_every_combination():
     system = {"method": "fedavg", "title": "E = {epochs}, C = {cohort_size}"}
     system["each"] = {"options.epochs": [1, 5], "federation.cohort_size": [2, 3]}
