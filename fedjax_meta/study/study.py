@@ -303,7 +303,7 @@ def load(
     scenarios: str | Sequence[str] | None = None,
     scenario_fields: Mapping[str, Any] | None = None,
 ) -> Study:
-    """Reads a study from a YAML file, or a study of the package by its name.
+    """Reads a study from a YAML file, or a study of the package by its name. Without a title it is called as the file.
 
     Args:
       path: of the file, or the name; `None` for a study of `systems` that are written as calls, see `flags.study`.
@@ -327,6 +327,8 @@ def load(
     flags.everywhere(tree, scenario_fields or {})
     for text in overrides:
         files.override(tree, text)
+    if path is not None and tree.get("title") is None:
+        tree["title"] = Path(path).stem
     named = None if path is None or systems is None else [*systems]
     return from_tree(tree if named is None and scenarios is None else files.only(tree, named, scenarios))
 

@@ -67,6 +67,12 @@ def test_a_file_extends_the_one_beside_it_from_any_folder(tmp_path, monkeypatch)
         load("mine/../mine/study.yaml")
 
 
+def test_a_file_without_a_title_is_called_by_its_name(tmp_path):
+    for text in ({key: value for key, value in TREE.items() if key != "title"}, TREE | {"title": None}):
+        (tmp_path / "two_rates.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+        assert load(tmp_path / "two_rates.yaml") == study(title="two_rates")
+
+
 def test_a_name_without_the_ending_of_its_file_is_told_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(TREE), encoding="utf-8")
