@@ -422,6 +422,7 @@ def _read_run(path: Path) -> dict[str, Json]:
 
 def _as_state(path: Path, run: dict[str, Json], like: PyTree) -> PyTree:
     shapes, structure = jax.tree.flatten(like)
+    shapes = [shape if hasattr(shape, "dtype") else jnp.asarray(shape) for shape in shapes]
     leaves, plain = run["leaves"], []
     values: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
@@ -565,6 +566,8 @@ def _plain(leaf: Any) -> tuple[Any, str]:
     """A leaf as an array of numbers, and its kind: "array", "host" (it is in NumPy), or the name of a PRNG implementation."""
     if isinstance(leaf, np.ndarray):
         return leaf, _HOST
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = jnp.asarray(leaf)  # of the type that it has in a program
     if is_key(leaf):
         return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), "array"

@@ -296,6 +296,10 @@ def gradients_suffice(name: str, called: str, made: optax.GradientTransformation
             raise ValueError(
                 f"{name}: {called} needs {needs} at each step, such as the value of the loss, which is not given here"
             ) from None
+        if isinstance(error, AttributeError) and error.name == "fast":
+            raise ValueError(
+                f"{name}: {called} needs pairs of fast and slow parameters (optax.LookaheadParams); models have one of each"
+            ) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -255,6 +255,16 @@ def matmul_precision(precision: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if runtime.on_cpu() else jax.default_matmul_precision(PRECISIONS[precision])
 
 
+def in_precision(precision: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its matrix products in this precision, however it is traced."""
+
+    def precise(*arguments: Any) -> Any:
+        with matmul_precision(precision):
+            return function(*arguments)
+
+    return precise
+
+
 def _lanes(
     group_of: Callable[[int], Any],
     asked: int | None,

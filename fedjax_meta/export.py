@@ -25,6 +25,7 @@ from fedjax_meta import checks, disk
 from fedjax_meta.algorithm import Algorithm, State, check_known, check_one_run, rows_with_ids
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
+from fedjax_meta.engine import in_precision
 from fedjax_meta.rounds.assemble import as_algorithm
 from fedjax_meta.types import Key, PyTree, Variables
 
@@ -183,7 +184,7 @@ def personal(
         own = jax.random.fold_in(key, data.ids_of(np.array(client)))
         return algorithm.personalize(own, state, data.client(client)[support], row, population)
 
-    return jax.jit(one)(key, state, data)
+    return jax.jit(in_precision("float32", one))(key, state, data)  # that of tests
 
 
 OWN_LAYERS = ("mlp", "lenet", "fedpac_cnn", "mtfl_mlp", "mtfl_cnn", "elu_mlp", "logistic", "sensor_cnn", "resnet18")

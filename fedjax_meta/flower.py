@@ -23,6 +23,7 @@ from fedjax_meta.algorithm import Aggregation, State
 from fedjax_meta.blocks import run_keys
 from fedjax_meta.contract import Method
 from fedjax_meta.data import FederatedData
+from fedjax_meta.engine import in_precision
 from fedjax_meta.federation import Federation
 from fedjax_meta.keys import is_key, tagged
 from fedjax_meta.masks import Role
@@ -169,7 +170,7 @@ class _Server:
         seen, kept = jax.tree.map(lambda leaf: leaf[0], (self._state.seen, rows_of(self._state)))
         rule = partial(clients.client_round, self._setting)
         self._shapes = jax.eval_shape(rule, init_key, jnp.int32(0), CohortClient(jnp.int32(0), seen), kept, context)
-        self._step = jax.jit(partial(server.next_state, self._setting))
+        self._step = jax.jit(in_precision(federation.precision, partial(server.next_state, self._setting)))
 
     def run(self, grid: Any, rounds: int, on_round: Callable[..., None] | None, wait: float) -> None:
         """All rounds."""
@@ -289,7 +290,7 @@ class _Node:
 
     def _program(self, name: str, function: Callable[..., Any]) -> Any:
         if name not in self._programs:
-            self._programs[name] = jax.jit(function)
+            self._programs[name] = jax.jit(in_precision(self._setting.federation.precision, function))
         return self._programs[name]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fedjax_meta import checks
-from fedjax_meta.task import Task, require_task
+from fedjax_meta.task import Task, layer_of, require_task
 from fedjax_meta.types import Mask, PyTree, Roles
 
 MaskSpec = str | Callable[[Task], Mask] | Any
@@ -224,8 +224,8 @@ def _of_layers(name: str, depth: int, chosen: slice) -> Callable[[Task], Mask]:
                 f"{name}:{depth} asks for the {name} {depth} layers, but the task names {len(task.layers)} "
                 f"({', '.join(task.layers)})"
             )
-        layers = set(task.layers[chosen])
-        return by_path(lambda names: bool(layers & set(names)))(task)
+        layers = task.layers[chosen]
+        return by_path(lambda names: layer_of(names, task.layers) in layers)(task)
 
     return build
 

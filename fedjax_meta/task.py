@@ -81,7 +81,8 @@ class Task(NamedTuple):
         a model of sequences, predictions `[B]` or `[B, d]` of a regression.
       features: `(variables, x [B, ...]) -> [B, ..., d]`, the input of the head; `None` if the model has no such split.
       head: `(variables, features [B, ..., d]) -> outputs`, with `predict(v, x) == head(v, features(v, x))`.
-      layers: layer names from input to output, as they appear in the paths of the variables; `masks.last` needs them.
+      layers: layer names from input to output, as they appear in the paths of the variables, see `layer_of`; `masks.last` needs
+        them.
       trainable: `variables -> mask` of the leaves that gradients update; the other leaves are buffers.
       private: how its gradients are made private, see `privacy.private_task`; `None` if they are not.
       metrics: what `evaluate` measures by default, see `measures`; what the data ask for when `None`.
@@ -303,13 +304,27 @@ def check_layers(layers: Any) -> None:
         raise ValueError(f"layers={checks.shown(layers)} must be a tuple of different names, e.g. layers=('body', 'head')")
 
 
+def layer_of(names: tuple[str, ...], layers: tuple[str, ...]) -> str | None:
+    """The layer that a leaf belongs to: the first name in its path that is one; `None` if none is.
+
+    Example:
+      >>> layer_of(("params", "encoder", "head", "kernel"), ("encoder", "head"))
+      'encoder'
+    """
+    return next((name for name in names if name in layers), None)
+
+
 def check_layer_names(layers: tuple[str, ...], variables: Variables) -> None:
-    """Raises `ValueError` for a layer name that is in no path of the variables."""
+    """Raises `ValueError` for a layer to which no leaf of the variables belongs, see `layer_of`."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(variables)]
-    named = {jax.tree_util.keystr((part,), simple=True) for path in paths for part in path}
+    names = [tuple(jax.tree_util.keystr((part,), simple=True) for part in path) for path in paths]
     for layer in layers:
-        if layer not in named:
-            raise ValueError(f"layers={layers} names {layer!r}, but the variables are called {', '.join(sorted(named))}")
+        around = sorted({str(layer_of(one, layers)) for one in names if layer in one})
+        if not around:
+            called = ", ".join(sorted({name for one in names for name in one}))
+            raise ValueError(f"layers={layers} names {layer!r}, but the variables are called {called}")
+        if layer not in around:
+            raise ValueError(f"layers={layers} names {layer!r}, all of whose variables belong to {', '.join(around)}")
 
 
 def classification(

@@ -199,6 +199,21 @@ def test_tuples_and_lists_of_a_config_are_the_same(tmp_path):
     assert checkpoint.restore(tmp_path, like(state()), {"rates": (1, 2)}) is not None
 
 
+def test_numbers_of_python_come_back_as_they_are_in_a_program(tmp_path):
+    state = Plain(jnp.ones(2), 3, 0.5)
+    checkpoint.save(tmp_path, state, [], {})
+    for like in (state, jax.eval_shape(lambda: state)):
+        back = checkpoint.restore(tmp_path, like, {}).state
+        assert (int(back.round), float(back.rate)) == (3, 0.5)
+        assert jax.tree.map(lambda leaf: leaf.dtype, back) == jax.tree.map(lambda leaf: jnp.asarray(leaf).dtype, state)
+
+
+class Plain(NamedTuple):
+    w: jax.Array
+    round: int
+    rate: float
+
+
 def test_a_state_of_another_structure_is_refused(tmp_path):
     checkpoint.save(tmp_path, state(), [], CONFIG)
     other = state()._replace(model={"w": state().model["w"]})

@@ -96,6 +96,10 @@ REFUSED = {
         ),
         "optimizer: <lambda> needs value= at each step",
     ),
+    "two sets of parameters": (
+        lambda: checks.optimizer_factory("optimizer", lambda rate: optax.lookahead(optax.sgd(rate), 5, 0.5)),
+        r"optimizer: <lambda> needs pairs of fast and slow parameters \(optax.LookaheadParams\)",
+    ),
     "several keys": (
         lambda: checks.prng_key("key", jax.random.split(jax.random.key(0))),
         r"key must be one JAX PRNG key, not an array of keys \[2\]",

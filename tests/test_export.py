@@ -360,6 +360,17 @@ def test_the_model_of_a_client_of_a_subset_is_its_own():
         assert problems.leaves_equal(mine, export.personal(algorithm, key, state, data, client, support="train"))
 
 
+def test_the_model_has_the_precision_of_the_test():
+    """On a GPU, products are not exact unless a program asks for it."""
+    algorithm, data = fm.federate(fm.fedmeta(fm.models.mlp(5, (4,), 3), inner_lr=0.1)), problems.data()
+    state = algorithm.init(jax.random.key(0), data)
+    with fm.runtime.compiling_for("gpu"):
+        text = str(
+            jax.make_jaxpr(lambda key: export.personal(algorithm, key, state, data, 0, support="train"))(jax.random.key(1))
+        )
+    assert text.count("dot_general") == text.count("precision=(Precision.HIGHEST") > 0
+
+
 def test_the_model_of_one_of_many_new_clients_is_the_one_that_was_tested():
     """MOCHA's memory of a client depends on how many clients trained, which new clients do not know."""
     data, new = problems.data(), problems.data()

@@ -115,6 +115,14 @@ def test_three_rounds_give_the_parameters_of_the_simulation(name):
                 np.testing.assert_allclose(array, plain, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(("precision", "written"), [("float32", "Precision.HIGHEST"), ("tf32", "TF32")])
+def test_a_node_computes_in_the_precision_of_the_federation(precision, written):
+    node = flower._Node(method_of("fedavg"), fm.Federation(precision=precision), problems.data())
+    with fm.runtime.compiling_for("gpu"):
+        text = str(jax.make_jaxpr(node._program("product", lambda a: a @ a))(np.ones((2, 2))))
+    assert written in text
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_methods_whose_server_needs_more_are_refused_by_name(name):
     method = method_of(name)

@@ -195,6 +195,28 @@ def test_batch_norm_words_need_a_model_with_batch_norm(word):
         masks.resolve(word, models.logistic(), name="private")
 
 
+def test_a_leaf_belongs_to_the_outermost_layer_of_its_path():
+    """A block's own "head" is a part of the block."""
+    shapes = {"encoder": {"head": {"w": (2, 2)}, "query": {"w": (2, 2)}}, "head": {"w": (2, 3)}}
+
+    def init(key):
+        return {"params": jax.tree.map(jnp.ones, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))}
+
+    def predict(variables, x):
+        p = variables["params"]
+        return x @ p["encoder"]["query"]["w"] @ p["encoder"]["head"]["w"] @ p["head"]["w"]
+
+    task = classification(init, predict, layers=("encoder", "head"))
+    for word, of_head in (("head", True), ("last:1", True), ("body", False), ("first:1", False)):
+        mask = masks.resolve(word, task)["params"]
+        assert jax.tree.leaves(mask["head"]) == [of_head]
+        assert jax.tree.leaves(mask["encoder"]) == [not of_head] * 2
+    with pytest.raises(ValueError, match=r"names 'query', all of whose variables belong to encoder"):
+        classification(init, predict, layers=("encoder", "query", "head"))
+    with pytest.raises(ValueError, match=r"names 'tail', but the variables are called encoder, head, params, query, w"):
+        classification(init, predict, layers=("encoder", "tail"))
+
+
 def test_a_task_without_layer_names_says_how_to_give_them():
     task: Task = classification(lambda key: {"w": jnp.ones((2, 3))}, lambda p, x: x @ p["w"])
     for word in ("head", "body"):

@@ -434,6 +434,22 @@ BAD = {
         ),
         r"the model's leaf \['mean'\] is renewed from samples without their weight",
     ),
+    "an integer that would be trained": (
+        lambda: fm.from_functions(
+            lambda key: {"w": jnp.ones((3, 2)), "steps": jnp.zeros((), int)},
+            lambda v, x, *, train, key, weight: (x @ v["w"], v),
+            (3,),
+        ),
+        r"the model's leaf \['steps'\] is int(32|64), which has no gradient: make it a buffer, with trainable=",
+    ),
+    "a mean that would be trained": (
+        lambda: fm.from_functions(
+            lambda key: {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3)},
+            lambda v, x, *, train, key, weight: ((x - v["mean"]) @ v["w"], v | {"mean": v["mean"] + weight @ x}),
+            (3,),
+        ),
+        r"the model's leaf \['mean'\] is renewed by apply: make it a buffer",
+    ),
     "too small a vocabulary": (
         lambda: _begin(token_task(), {"tokens": np.zeros((8, 5), int)}, np.zeros((8, 5), int), num_classes=9),
         "the model has 7 outputs, but the data have num_classes=9",

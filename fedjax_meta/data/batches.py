@@ -103,17 +103,24 @@ class Batches:
           steps: number of repetitions.
           equal_weights: whether all batches count equally, so that a partial last batch weighs as much as a full one (the
             reference code of FedMeta-Per). Otherwise each batch is weighted by its real samples.
+
+        Raises:
+          ValueError: equal weights of batches that come in chunks.
         """
+        inner = self.chunks
+        whole = isinstance(inner, int) and inner == 1
+        if equal_weights and not whole:
+            raise ValueError("equal_weights=True counts batches, but a step of these has several chunks")
 
         def get(step: Scalar, chunk: Scalar = 0) -> PyTree:
             del step
-            return self.get(chunk, 0)
+            return self.get(chunk, 0) if whole else self.get(chunk // inner, chunk % inner)
 
         return Batches(
             get=get,
             steps=steps,
             max_steps=steps,
-            chunks=1 if self.max_steps == 1 else self.steps,
+            chunks=inner if self.max_steps == 1 else self.steps * inner,
             samples=_one if equal_weights else self.samples,
         )
 

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from fedjax_meta import checks
 from fedjax_meta.data.builders import from_partition, train_test_views
 from fedjax_meta.data.federated import FederatedData
+from fedjax_meta.data.samples import one_array
 
 
 def synthetic(
@@ -215,11 +216,19 @@ def quadratics(data: FederatedData, view: str, *, features: Callable[[ArrayLike]
     Args:
       data: clients with real targets `[S]`.
       view: name of the view.
-      features: `inputs [S, ...] -> X [S, d]`.
+      features: `inputs [S, ...] -> X [S, d]`, of inputs as a batch has them.
+
+    Raises:
+      ValueError: inputs or targets that are no such arrays.
     """
     checks.instance("data", data, FederatedData, "linear_regression(3, seed=0)")
     sizes, start = np.asarray(data.sizes(view), np.int64), np.asarray(data.start[view])
-    x, y = np.asarray(features(np.asarray(data.x)), np.float64), np.asarray(data.y, np.float64)
+    one_array("linear regression needs inputs", data.x)
+    one_array("linear regression needs targets", data.y)
+    inputs = np.asarray(data.x)
+    if data.offset is not None:  # as a batch has them
+        inputs = (inputs - np.asarray(data.offset)) * np.asarray(data.scale)
+    x, y = np.asarray(features(inputs), np.float64), np.asarray(data.y, np.float64)
     if y.ndim != 1 or x.ndim != 2:
         raise ValueError(f"linear regression needs features [S, d] and targets [S], not {list(x.shape)} and {list(y.shape)}")
     mine = [slice(a, a + n) for a, n in zip(start, sizes, strict=True)]

@@ -33,7 +33,7 @@ def concept_shift(data: FederatedData, *, num_groups: int, seed: int | np.random
       seed: an integer or a NumPy generator.
 
     Raises:
-      ValueError: data without class labels, more groups than permutations.
+      ValueError: data without class labels, more groups than permutations, clients with samples in common.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.count("num_groups", num_groups)
@@ -65,7 +65,8 @@ def rotate(data: FederatedData, quarter_turns: ArrayLike) -> FederatedData:
       quarter_turns: int `[N]`.
 
     Raises:
-      ValueError: inputs that are not images, or images that are not square with an odd number of quarter turns.
+      ValueError: inputs that are not images, or images that are not square with an odd number of quarter turns, clients
+        with samples in common.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     turns = checks.numeric("quarter_turns", quarter_turns)
@@ -101,7 +102,8 @@ def add_noise(
       clip: bounds of the result, or `None`; by default [0, 1] where all inputs lie there, else none.
 
     Raises:
-      ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs, other integers.
+      ValueError: a negative `std`, an unknown view, `clip=None` with uint8 inputs, other integers, clients with
+        samples in common.
     """
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     checks.not_negative("std", std, each=True)
@@ -180,10 +182,17 @@ def _samples(data: FederatedData, views: Sequence[str]) -> list[np.ndarray]:
     if not isinstance(views, (tuple, list)) or not views:
         raise ValueError(f"views={checks.shown(views)} must be a tuple with the name of at least one view")
     runs = [(np.asarray(data.sizes(view)), np.asarray(data.start[view])) for view in views]
-    return [
+    found = [
         np.unique(np.concatenate([np.arange(start[i], start[i] + size[i]) for size, start in runs]))
         for i in range(data.num_clients)
     ]
+    owners = np.full(len(jax.tree.leaves(data.y)[0]), -1)
+    for client, where in enumerate(found):
+        if (owners[where] >= 0).any():
+            first = owners[where].max()
+            raise ValueError(f"clients {first} and {client} have samples in common, so that neither can be changed alone")
+        owners[where] = client
+    return found
 
 
 def _like(old: jax.Array | np.ndarray, new: np.ndarray) -> jax.Array | np.ndarray:

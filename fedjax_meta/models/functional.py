@@ -64,7 +64,8 @@ def from_functions(
         because a server averages buffers; `apply` gets them back in their own type, rounded.
       apply: `(variables, x [B, ...], *, train, key, weight) -> (outputs [B, ...], variables)`, see `Apply`.
       sample_shape: shape of one input, or one input as a pytree of arrays or `jax.ShapeDtypeStruct`.
-      trainable: `variables -> mask` of the leaves that gradients update; the others are buffers.
+      trainable: `variables -> mask` of the leaves that gradients update, all by default; the others are buffers. Only buffers may
+        be integers, and only they may be renewed by `apply`.
       features, head: `(variables, x) -> [B, d]` and `(variables, features) -> outputs`, in evaluation mode; both or neither.
       layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
       loss: `(outputs, batch) -> scalar`, over rows with weight only, or for real targets "squared" or "huber"; softmax
@@ -74,7 +75,7 @@ def from_functions(
 
     Raises:
       ValueError: arguments that are no such functions, a layer that no variable has, variables that `apply` does not return in
-        their form.
+        their form, a leaf that gradients would update and cannot, or that `apply` renews.
 
     Example:
       >>> init = lambda key: {"head": {"w": jnp.zeros((4, 3))}, "steps": jnp.zeros((), int)}
@@ -99,7 +100,7 @@ def from_functions(
     variables = jax.eval_shape(model.init, jax.random.key(0))
     check_layer_names(layers, variables)
     x = samples(sample_shape, 2, sample_dtype)
-    model.check(x)
+    model.check(x, trainable(variables))
     return Task(
         init=model.init,
         loss=LogitsLoss(model.logits, of_batch, as_predicted=_as_predicted(model, variables, x)),
@@ -182,18 +183,30 @@ class _Model:
             lambda leaf, form: leaf if _is_real(form.dtype) else jnp.round(leaf).astype(form.dtype), variables, self._forms
         )
 
-    def check(self, x: PyTree) -> None:
-        """Raises `ValueError` unless `apply` returns variables like those that it gets."""
+    def check(self, x: PyTree, trainable: Mask) -> None:
+        """Raises `ValueError` unless `apply` returns variables like those that it gets, and renews buffers alone."""
         rows = jax.ShapeDtypeStruct(jax.tree.leaves(x)[0].shape[:1], jnp.result_type(float))
 
         def apply(variables: Variables, x: PyTree, key: Key, weight: jax.Array) -> Variables:
             return self._apply(variables, x, train=True, key=key, weight=weight)[1]
 
-        updated = jax.eval_shape(apply, self._forms, x, jax.eval_shape(jax.random.key, 0), rows)
+        given = self._forms, x, jax.eval_shape(jax.random.key, 0), rows
+        traced, updated = jax.make_jaxpr(apply, return_shape=True)(*given)
         shapes = [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, bool), tree) for tree in (updated, self._forms)]
         odd = checks.mismatch(*shapes)
         if odd is not None:
             raise ValueError(f"the variables that apply returns must have the form of those that it gets, but {odd}")
+        if checks.mismatch(trainable, everything_trainable(self._forms)) is not None:
+            return  # the mask is checked where it is used
+        leaves = jax.tree_util.tree_leaves_with_path(self._forms)
+        ends = zip(leaves, jax.tree.leaves(trainable), traced.jaxpr.invars, traced.jaxpr.outvars, strict=False)
+        for (path, form), trained, before, after in ends:
+            if trained and (after is not before or not _is_real(form.dtype)):
+                what = "is renewed by apply" if after is not before else f"is {form.dtype}, which has no gradient"
+                raise ValueError(
+                    f"the model's leaf {jax.tree_util.keystr(path)} {what}: make it a buffer, with trainable=lambda variables: a "
+                    "mask that is False there"
+                )
 
 
 def _is_real(dtype: Any) -> bool:

@@ -1,10 +1,14 @@
 """Generated clients: moments of their distributions, and closed forms against finite differences and gradient descent."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedjax_meta as fm
+from fedjax_meta import Weighted
 from fedjax_meta.data import synthetic as syn
 
 
@@ -94,6 +98,18 @@ def test_quadratics_are_the_mean_squared_error(linear):
         assert support.loss(w)[u] == pytest.approx(_loss(x, y, w), rel=1e-12)
         difference = [(_loss(x, y, w + h) - _loss(x, y, w - h)) / 2e-5 for h in 1e-5 * np.eye(3)]
         assert support.gradient(w)[u] == pytest.approx(difference, rel=1e-7)
+
+
+def test_quadratics_are_of_inputs_as_a_batch_has_them():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 3)), rng.normal(size=20)
+    plain = fm.from_clients([(x, y)], num_classes=0)
+    stored = fm.from_clients([(10 * x + 3, y)], num_classes=0, offset=3.0, scale=0.1)
+    for one, other in zip(*(syn.quadratics(data, "train") for data in (plain, stored)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    weighted = dataclasses.replace(plain, y=Weighted(plain.y, np.ones_like(plain.y)))
+    with pytest.raises(ValueError, match="linear regression needs targets that are one array"):
+        syn.quadratics(weighted, "train")
 
 
 @pytest.mark.parametrize("weight", [None, [1.0, 1.0, 1.0, 1.0]])

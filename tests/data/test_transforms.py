@@ -142,6 +142,18 @@ BAD = {
 }
 
 
+def test_clients_that_share_samples_are_refused(images):
+    """What changes a client's samples would change those of the other."""
+    twice = images.select(np.array([0, 0, 1]))
+    for change in (
+        lambda d: transforms.rotate(d, [1, 1, 0]),
+        lambda d: transforms.concept_shift(d, num_groups=2, seed=0),
+        lambda d: transforms.add_noise(d, 0.1, seed=0),
+    ):
+        with pytest.raises(ValueError, match="clients 0 and 1 have samples in common"):
+            change(twice)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_an_error_names_the_argument(case, images):
     call, message = BAD[case]

@@ -93,6 +93,22 @@ def test_a_partial_batch_counts_by_its_samples_or_like_a_full_one():
     assert float(by_samples) == pytest.approx(10.5) and float(equal) == pytest.approx(11.5)
 
 
+def test_steps_in_chunks_become_one_step_of_all_their_samples():
+    view = numbered().client(1)["train"]
+    twice = view.full(2, chunk_size=5)
+    for batches, times in ((view.full(chunk_size=5), 1), (twice, 2), (twice.as_one_step(3), 6)):
+        one = batches.as_one_step(2)
+        held = [sample for chunk in range(int(one.chunks)) for sample in _numbers(one.get(1, chunk))]
+        assert sorted(held) == sorted([*range(5, 17)] * times) and (one.steps, one.max_steps) == (2, 2)
+        assert float(one.mean(lambda b: jnp.average(b.x[:, 0], weights=b.weight), 0)) == pytest.approx(10.5)
+    with pytest.raises(ValueError, match="equal_weights=True counts batches, but a step of these has several chunks"):
+        view.full(chunk_size=5).as_one_step(equal_weights=True)
+
+
+def _numbers(batch):
+    return np.asarray(batch.x)[np.asarray(batch.weight) > 0, 0].tolist()
+
+
 def test_a_share_of_the_work_limits_training_and_not_evaluation():
     data = numbered().client(1)
     part, key = data.working(1 / 3)["train"], jax.random.key(0)

@@ -306,7 +306,7 @@ def test_sizes_may_be_numpy_integers():
         lambda n: fm.models.mlp(n, (5,), 3),
         lambda n: fm.models.lenet((5 * n, 20, 1), 3),
         lambda n: fm.from_linen(nn.Dense(3), (n,)),
-        lambda n: fm.from_functions(frameworks.own_init, frameworks.own_apply, (n + 1,)),
+        lambda n: fm.from_functions(frameworks.own_init, frameworks.own_apply, (n + 1,), trainable=frameworks.own_trainable),
     ):
         found, wanted = (jax.eval_shape(make(n).init, jax.random.key(0)) for n in (size, int(size)))
         assert found == wanted
