@@ -8,7 +8,8 @@
 - `--write-docs` makes docs/leaderboard/ and the page.
 - `--new-clients` and `--count-flops` add measurements that rows lack.
 - `--beside` shows where a run of one's own stands.
-- `--changed` names rows that later code may have changed, and `--confirm` finds out whether these still hold.
+- `--changed` names rows that later code may have changed. `--same-programs` finds those whose programs have stayed the same, and
+  `--confirm` trains them again.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.leaderboard import again, beside, board, changed, flops, missing, newcomers, page
+from experiments.leaderboard import again, beside, board, changed, flops, missing, newcomers, page, same_programs
 from experiments.reproduce import run_list, running
 from fedjax_meta import report
 from fedjax_meta.process import console, one_line_errors
@@ -60,6 +61,14 @@ def main(
             "still hold, and stop."
         ),
     ] = False,
+    same: Annotated[
+        bool,
+        typer.Option(
+            "--same-programs",
+            help="Compare the programs of rows that later code may have changed with those of before. Where they are the same, "
+            "the row holds. Nothing is trained; a row takes some seconds.",
+        ),
+    ] = False,
     beside_: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +89,8 @@ def main(
 
     `python -m experiments.leaderboard --data-dir DIR --count-flops`
 
+    `python -m experiments.leaderboard --data-dir DIR --same-programs`
+
     `python -m experiments.leaderboard --data-dir DIR --confirm`
 
     `python -m experiments.leaderboard --data-dir DIR --write-docs`
@@ -87,7 +98,8 @@ def main(
     `python -m experiments.leaderboard --beside runs/mine`
     """
     with one_line_errors(debug):
-        if missing_ and (list_ or write_docs or count_flops or new_clients or confirm or changed_ or beside_ is not None):
+        others = list_, write_docs, count_flops, new_clients, confirm, same, changed_, beside_ is not None
+        if missing_ and any(others):
             raise ValueError("--missing says what is trained: give it alone, or with --only and --hours")
         listed = run_list.read_list(board.LIST)
         chosen = running.pick(listed, only)
@@ -111,8 +123,10 @@ def main(
         elif changed_:
             for line in changed.in_words(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
-        elif count_flops or new_clients or confirm:
+        elif count_flops or new_clients or confirm or same:
             for run in chosen:
+                if same:
+                    same_programs.clear(run, data_dir)
                 if confirm:
                     again.confirm(run, data_dir)
                 if count_flops:

@@ -118,6 +118,15 @@ def train(
     return alone
 
 
+def words(row: Line, point: Point, data_dir: str | None = None) -> list[str]:
+    """What follows `fedjax-meta run` to train the seed of a row alone, with the point that was chosen; without a folder."""
+    found = shlex.split(row.command)[2:]
+    at = found.index("--out")
+    grid = json.dumps({number: [value] for number, value in point.items()})
+    found[at : at + 2] = ["--set", f"seeds=[{row.seed}]", "--set", f"systems.{row.system}.grid={grid}"]
+    return found + ([] if data_dir is None else ["--data-dir", str(Path(data_dir).resolve())])
+
+
 def by_its_own_code(row: Line, point: Point, data_dir: str | None = None) -> Trial | None:
     """The training of a row once more, by the commit that made it, in a process of its own.
 
@@ -128,14 +137,9 @@ def by_its_own_code(row: Line, point: Point, data_dir: str | None = None) -> Tri
     if not row.commit.isalnum() or row.commit == "unknown":
         print(f"{row.scenario}, {name}: no single commit made it", flush=True)
         return None
-    words = shlex.split(row.command)[2:]
-    del words[words.index("--out") :][:2]
-    grid = json.dumps({number: [value] for number, value in point.items()})
     with tempfile.TemporaryDirectory() as place:
         code, out = Path(place) / "code", Path(place) / "run"
-        train = [sys.executable, "-m", "fedjax_meta", "run", *words]
-        train += ["--set", f"seeds=[{row.seed}]", "--set", f"systems.{name}.grid={grid}", "--out", str(out)]
-        train += [] if data_dir is None else ["--data-dir", str(Path(data_dir).resolve())]
+        train = [sys.executable, "-m", "fedjax_meta", "run", *words(row, point, data_dir), "--out", str(out)]
         commands = [
             ["git", "clone", "--quiet", "--shared", "--no-checkout", str(made.ROOT.parent), str(code)],
             ["git", "-C", str(code), "checkout", "--quiet", row.commit],

@@ -20,7 +20,10 @@ from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, made
 from fedjax_meta.study.scenario import Scenario
 
-RUNNER = "the runner"
+METHOD, RUNNER = "the method's files", "the runner"
+
+OLDEST = 100
+"""How many commits of the package are looked at for the last one at which a row was current."""
 
 
 def rows(listed: Sequence[Run], lines: Mapping[str, Sequence[Line]]) -> Iterator[tuple[Line, list[str]]]:
@@ -47,13 +50,31 @@ def what_changed(line: Line, study: Study | None) -> list[str]:
         return ["the study"]
     place = study.scenario(line.scenario)
     now = made.digests(line.method, place)
-    then = [{"method": line.made, "runner": line.runner}]
-    if then != [now]:
-        then = [_of_commit(commit, line.method, place) or one for commit in _commits(line) for one in then]
-    words = {"method": "the method's files", "runner": RUNNER}
-    what = [words[part] for part in words if any(one[part] != now[part] for one in then)]
+    own = {"method": line.made, "runner": line.runner}
+    then = [own if own == now else _of_commit(commit, line.method, place) or own for commit in _commits(line)]
+    what = [
+        word
+        for part, word in {"method": METHOD, "runner": RUNNER}.items()
+        if own[part] != now[part] and any(one[part] != now[part] for one in then)
+    ]
     same = line.said == board.said(study, line.scenario, line.system)
     return what if same else [*what, "the study"]
+
+
+def last_commit(line: Line, place: Scenario) -> str | None:
+    """The last commit of the package with the files of a line's method as they were for the line.
+
+    `None` where none of the last `OLDEST` ones has them.
+    """
+    made_by = [_of_commit(commit, line.method, place) for commit in _commits(line)]
+    wanted = {line.made, *(one["method"] for one in made_by if one is not None)}
+    command = ["git", "-C", str(made.ROOT.parent), "log", f"-n{OLDEST}", "--format=%H", "--", made.ROOT.name]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    for commit in ended.stdout.split():
+        found = _of_commit(commit, line.method, place)
+        if found is not None and found["method"] in wanted:
+            return commit
+    return None
 
 
 def _commits(line: Line) -> list[str]:
@@ -62,17 +83,17 @@ def _commits(line: Line) -> list[str]:
 
 def _of_commit(commit: str, method: str, place: Scenario) -> dict[str, str] | None:
     """The digests of the source of a commit; `None` where it cannot be had, or has no such method or tables."""
-    source = _source(commit)
-    if source is None:
+    package = source(commit)
+    if package is None:
         return None
     try:
-        return made.digests(method, place, source)
+        return made.digests(method, place, package)
     except FileNotFoundError:
         return None
 
 
 @functools.cache
-def _source(commit: str) -> Path | None:
+def source(commit: str) -> Path | None:
     """The package of a commit, in a folder that goes with this process.
 
     `None` where the repository lacks it, or tracked files differed from it: then the name is none of a commit.

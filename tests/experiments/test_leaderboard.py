@@ -38,6 +38,7 @@ adapting = pytest.importorskip("experiments.leaderboard.adapting")
 flops = pytest.importorskip("experiments.leaderboard.flops")
 gaps = pytest.importorskip("experiments.leaderboard.gaps")
 missing = pytest.importorskip("experiments.leaderboard.missing")
+same_programs = pytest.importorskip("experiments.leaderboard.same_programs")
 lessons = pytest.importorskip("experiments.leaderboard.lessons")
 pages = pytest.importorskip("experiments.leaderboard.page")
 run_list = pytest.importorskip("experiments.reproduce.run_list")
@@ -686,7 +687,7 @@ def test_the_page_has_new_clients_by_samples(folder, lines, tested):
 
 def test_a_row_that_other_code_made_is_marked(folder, lines, monkeypatch):
     listed, _ = folder
-    monkeypatch.setattr(rows, "_source", lambda commit: None)
+    monkeypatch.setattr(rows, "source", lambda commit: None)
     changed = [line._replace(made="0" * 16) if line.system == "fedavg_ft" else line for line in lines]
     (said,) = rows.in_words([listed], {"pairs": changed})
     assert said.startswith("pairs, fedavg_ft: the method's files changed since")
@@ -711,9 +712,9 @@ def history(tmp_path, monkeypatch):
         commits.append(subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip())
     real = subprocess.run
     monkeypatch.setattr(rows.subprocess, "run", lambda words, **how: real([*words[:2], str(tmp_path), *words[3:]], **how))
-    rows._source.cache_clear()
+    rows.source.cache_clear()
     yield commits
-    rows._source.cache_clear()
+    rows.source.cache_clear()
 
 
 def test_an_older_digest_is_no_change_where_the_source_shows_that(folder, lines, history):
@@ -732,6 +733,64 @@ def test_an_older_digest_is_no_change_where_the_source_shows_that(folder, lines,
     # Nothing is shown by a commit from which the files differed, or that is not there.
     assert told(commit=f"{same}*") == told(commit="0" * 40) == told(commit="unknown") == [both]
     assert told(commit=f"{same}+{'0' * 40}") == [both]
+
+
+def test_the_last_commit_at_which_a_row_was_current(folder, lines, history):
+    """It is newer than the row's own where later code left its files as they were."""
+    same, method, data = history
+    (row, _), place = of(lines, "fedavg_ft"), folder[0].load().scenario("pairs")
+    mine = row._replace(made="0" * 16)
+    assert rows.last_commit(mine._replace(commit=same), place) == same
+    assert rows.last_commit(mine._replace(commit=method), place) == method
+    assert rows.last_commit(mine._replace(commit=same, again=data), place) == data
+    assert rows.last_commit(mine._replace(commit="unknown"), place) is None
+    assert rows.last_commit(row._replace(commit="unknown"), place) == same  # the digest alone
+
+
+def test_a_row_whose_programs_stayed_is_current_again(folder, lines, docs, monkeypatch, capsys):
+    listed, _ = folder
+    (docs / "raw").mkdir()
+    commit([line._replace(made="0" * 16, commit="unknown") for line in lines])
+    monkeypatch.setattr(rows, "last_commit", lambda row, place: None if row.system == "fedavg_ft" else "c" * 40)
+    monkeypatch.setattr(rows, "source", lambda commit: made.ROOT if commit == "c" * 40 else None)
+    monkeypatch.setattr(same_programs, "_digests", lambda package, commands: ["d"] * len(commands))
+    same_programs.clear(listed)
+    assert "pairs, local_only: the same programs as at cccccccccccc" in (said := capsys.readouterr().out)
+    assert "pairs, fedavg_ft: OTHER PROGRAMS, or none to compare, than at no commit" in said
+    now = [row.system for row, _ in rows.rows([listed], board.read_lines())]
+    assert now == ["fedavg_ft"]
+
+
+PROGRAMS = {
+    "": "fedavg(lr=0.1)",
+    "the same": "fedavg(lr=0.1)",
+    "another number": "fedavg(lr=0.2)",
+    "another program": "fedavg(lr=0.1, batch_size=7)",
+    "another seed": "fedavg(lr=0.1)",
+    "none": "fedsgd(lr=0.1)",
+}
+
+
+def test_programs_are_compared_with_what_they_are_given(tmp_path):
+    seeds = {"another seed": "2"}
+    commands = [
+        ["--systems", text, "--dataset", "digits", "--rounds", "2", "--seeds", seeds.get(name, "1")]
+        for name, text in PROGRAMS.items()
+    ]
+    first, again_, *others, none = same_programs._digests(made.ROOT, commands)
+    assert first == again_ and len({first, *others}) == 4 and not none
+    # Another source: a comment changes nothing, a number does.
+    package = tmp_path / "fedjax_meta"
+    shutil.copytree(made.ROOT, package, ignore=shutil.ignore_patterns("__pycache__", "presets"))
+    path = package / "methods" / "fedavg.py"
+    path.write_text(path.read_text(encoding="utf-8") + "\n# More.\n", encoding="utf-8")
+    assert same_programs._digests(package, commands[:1]) == [first]
+    path = package / "local.py"
+    before = path.read_text(encoding="utf-8")
+    other = "def train_epochs(key, *rest, **how):\n    return _fit(jax.random.fold_in(key, 1), *rest, **how)\n"
+    path.write_text(f"{before}\n_fit = train_epochs\n\n\n{other}", encoding="utf-8")
+    assert same_programs._digests(package, commands[:1]) != [first]
+    assert same_programs._digests(None, commands[:1]) == [""]
 
 
 # Rows that still hold.
@@ -1387,7 +1446,7 @@ def test_the_command_of_a_row_gives_its_numbers(tmp_path):
 @pytest.mark.long
 def test_a_cell_comes_out_by_its_own_commit(tmp_path):
     """Later code adds up in another order for FedAvg: 0.2 % fewer samples of the known clients are right at the end."""
-    source = rows._source(of(board.read_lines()["mnist_small"], "fedavg")[0].commit)
+    source = rows.source(of(board.read_lines()["mnist_small"], "fedavg")[0].commit)
     if source is None:
         pytest.skip("the repository does not have the commit")
     check_same(*trained_again("fedavg", tmp_path / "cell", by_the_runner, source.parent))
