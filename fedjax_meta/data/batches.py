@@ -109,6 +109,7 @@ class Batches:
         """
         inner = self.chunks
         whole = isinstance(inner, int) and inner == 1
+        chunks = self.steps if whole else self.steps * inner
         if equal_weights and not whole:
             raise ValueError("equal_weights=True counts batches, but a step of these has several chunks")
 
@@ -120,7 +121,7 @@ class Batches:
             get=get,
             steps=steps,
             max_steps=steps,
-            chunks=inner if self.max_steps == 1 else self.steps * inner,
+            chunks=inner if self.max_steps == 1 else chunks,
             samples=_one if equal_weights else self.samples,
         )
 
