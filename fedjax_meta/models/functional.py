@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
 from fedjax_meta import checks
+from fedjax_meta.dependence import dependent
 from fedjax_meta.keys import is_key
 from fedjax_meta.task import Batch, LogitsLoss, Task, check_layer_names, check_layers, cross_entropy
 from fedjax_meta.tasks import METRICS, criterion
@@ -65,7 +66,7 @@ def from_functions(
       apply: `(variables, x [B, ...], *, train, key, weight) -> (outputs [B, ...], variables)`, see `Apply`.
       sample_shape: shape of one input, or one input as a pytree of arrays or `jax.ShapeDtypeStruct`.
       trainable: `variables -> mask` of the leaves that gradients update, all by default; the others are buffers. Only buffers may
-        be integers, and only they may be renewed by `apply`.
+        be integers, and `apply` may renew only them.
       features, head: `(variables, x) -> [B, d]` and `(variables, features) -> outputs`, in evaluation mode; both or neither.
       layers: layer names from input to output, as they appear in the paths of the variables, for masks such as `"last:2"`.
       loss: `(outputs, batch) -> scalar`, over rows with weight only, or for real targets "squared" or "huber"; softmax
@@ -199,10 +200,10 @@ class _Model:
         if checks.mismatch(trainable, everything_trainable(self._forms)) is not None:
             return  # the mask is checked where it is used
         leaves = jax.tree_util.tree_leaves_with_path(self._forms)
-        ends = zip(leaves, jax.tree.leaves(trainable), traced.jaxpr.invars, traced.jaxpr.outvars, strict=False)
-        for (path, form), trained, before, after in ends:
-            if trained and (after is not before or not _is_real(form.dtype)):
-                what = "is renewed by apply" if after is not before else f"is {form.dtype}, which has no gradient"
+        of_samples = dependent(traced, [*[False] * len(leaves), *[True] * (len(traced.jaxpr.invars) - len(leaves))])
+        for (path, form), trained, renewed in zip(leaves, jax.tree.leaves(trainable), of_samples, strict=True):
+            if trained and (renewed or not _is_real(form.dtype)):
+                what = "is renewed by apply" if renewed else f"is {form.dtype}, which has no gradient"
                 raise ValueError(
                     f"the model's leaf {jax.tree_util.keystr(path)} {what}: make it a buffer, with trainable=lambda variables: a "
                     "mask that is False there"

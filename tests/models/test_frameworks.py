@@ -314,6 +314,16 @@ def test_sizes_may_be_numpy_integers():
     assert [leaf.shape for leaf in pair] == [(2, 4), (2,)]  # a form beside one of an array
 
 
+def test_a_model_that_is_jitted_returns_the_leaves_that_it_got():
+    apply = jax.jit(frameworks.own_apply, static_argnames="train")
+    task = fm.from_functions(frameworks.own_init, apply, (5,), trainable=frameworks.own_trainable)
+    plain = fm.from_functions(frameworks.own_init, frameworks.own_apply, (5,), trainable=frameworks.own_trainable)
+    variables, rows = task.init(KEY), batch(6, 4)
+    (loss, after), (wanted, then) = (jax.jit(one.loss)(variables, rows, KEY) for one in (task, plain))
+    np.testing.assert_allclose(loss, wanted, rtol=1e-12)
+    assert problems.distance(after, then) < 1e-12
+
+
 class AllFlags(nn.Module):
     """Takes every flag that modules are given."""
 
