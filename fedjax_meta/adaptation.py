@@ -35,8 +35,8 @@ def adaptation(
     *,
     samples: Sequence[int | None] = (None,),
     steps: Sequence[int] | None = None,
-    support: str = "support",
-    query: str = "query",
+    support: str | None = None,
+    query: str | None = None,
     known: bool = False,
     **options: Any,
 ) -> list[Adapted]:
@@ -48,7 +48,9 @@ def adaptation(
       key, state, data: as in `evaluate`. The same key is used for all.
       samples: numbers of support samples, each client's first ones; all where `None`.
       steps: numbers of adaptation steps.
-      support, query, known: as in `evaluate`; by default clients that never took part.
+      support, query: the views that clients adapt and are tested on; "support" and "query" for clients that never took part, and
+        "test_support" and "test_query" for known ones, who trained on the former.
+      known: as in `evaluate`; by default clients that never took part.
       **options: of `evaluate`, such as `metrics`.
 
     Raises:
@@ -69,6 +71,8 @@ def adaptation(
         raise TypeError(
             "give steps=(1, 5, ...) together with a function of them, e.g. lambda k: fm.fedmeta(task, inner_steps=k)"
         )
+    support = support or ("test_support" if known else "support")
+    query = query or ("test_query" if known else "query")
     found = []
     for step in (None,) if steps is None else steps:
         made: Any = method if step is None else method(step)  # type: ignore[operator]

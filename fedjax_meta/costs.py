@@ -5,11 +5,13 @@ statistics and collaboration. They leave out scalar weights and diagnostics. MTF
 download, training, upload and aggregation on a testbed of Raspberry Pis; `DeviceTestbed` models one.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from fedjax_meta import checks, runtime
 from fedjax_meta.algorithm import Algorithm, Exchange
@@ -47,9 +49,10 @@ def traffic_of(exchange: Exchange) -> Traffic:
 
 
 def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:
-    """FLOPs of the gradient of one batch, as XLA counts them before it optimises.
+    """FLOPs of the gradient of one batch, as XLA counts them before it optimises; those of a scan count in each of its turns.
 
-    Convolutions count in the form in which the task computes them: `form="lax"` has the fewest.
+    Convolutions count in the form in which the task computes them: `form="lax"` has the fewest. XLA counts a loop of another
+    kind, whose number of turns the program does not hold, once.
     """
     require_task("gradient_flops", task)
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
@@ -62,8 +65,29 @@ def gradient_flops(task: Task, data: FederatedData, batch_size: int) -> float:
         return jax.grad(parameter_loss(task, buffers))(parameters, (Batch(*batch), jax.random.key(0)))
 
     index = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-    counted: Any = jax.jit(gradient).lower(parameters, buffers, index).cost_analysis()
-    return float(counted["flops"])
+    return _flops(jax.make_jaxpr(gradient)(parameters, buffers, index))
+
+
+def _flops(program: core.ClosedJaxpr) -> float:
+    """XLA's count, which has the body of a scan once, with the other turns."""
+    bodies = [(scan.params["length"], scan.params["jaxpr"]) for scan in _scans(program.jaxpr)]
+    return _by_xla(program) + sum(turns * _flops(body) - _by_xla(body) for turns, body in bodies)
+
+
+def _by_xla(program: core.ClosedJaxpr) -> float:
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in program.jaxpr.invars]
+    counted: Any = jax.jit(core.jaxpr_as_fun(program)).lower(*shapes).cost_analysis()
+    return float(counted.get("flops", 0.0))
+
+
+def _scans(program: core.Jaxpr) -> Iterator[Any]:
+    """The scans of a program, those in programs that it calls included, and those within a scan left out."""
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        else:
+            for inner in core.jaxprs_in_params(equation.params):
+                yield from _scans(inner)
 
 
 class Device(NamedTuple):

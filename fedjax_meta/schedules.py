@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Schedule = Callable[[Key, Any, int, int], jax.Array]
-"""`(key, round, N, C) -> ids [C]`: who is in a cohort."""
+"""`(key, round, N, C) -> clients [C]`: positions of a cohort's clients in the data, which are ids unless some were selected."""
 
 
 def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Array:
@@ -57,6 +57,8 @@ def uniform(key: Key, round_: Any, num_clients: int, cohort_size: int) -> jax.Ar
 
 def given(cohorts: Any) -> Schedule:
     """Cohorts from a table, one row per round, repeated from the start. Replays another program's cohorts.
+
+    Clients are positions in the data, as in every schedule; of a run, `RoundInfo.positions` are these.
 
     Args:
       cohorts: int `[rounds, C]`, distinct in each row.

@@ -137,6 +137,15 @@ def sweep(  # over 80 lines: half of them explain the arguments
     checks.instance("data", data, FederatedData, "fm.from_clients(...)")
     check_distinct(data)
     stops = _stops(rounds, eval_every)
+    members = _checked(build, members, evaluators)
+    for name, told, takes in (
+        ("on_record", on_record, ("state", "round", "records")),
+        ("on_progress", on_progress, ("round", "metrics")),
+        ("should_stop", should_stop, ()),
+        ("prune", prune, ("round", "records")),
+    ):
+        if told is not None:
+            checks.function(name, told, takes, f"lambda {', '.join(takes)}: ...")
     some_rest = active is not None and not all(active)
     if programs is None:
         programs = Programs(
@@ -149,10 +158,8 @@ def sweep(  # over 80 lines: half of them explain the arguments
             at_once=at_once,
             prunes=prune is not None or some_rest,
         )
-    elif programs.members != list(members):
-        raise ValueError("these programs are of a sweep of other members")
-    elif some_rest and not programs.prunes:
-        raise ValueError("these programs were made without prunes=True")
+    else:
+        programs.check_of(members, data, federation, evaluators, devices, at_once, prunes=prune is not None or some_rest)
     check_values(programs.algorithm.task, data)
     for seed in dict.fromkeys(member.seed for member in members):
         check_schedule(programs.algorithm, run_keys(jax.random.key(seed))[1], data, rounds)
@@ -183,6 +190,24 @@ def sweep(  # over 80 lines: half of them explain the arguments
             if on_record is not None:
                 on_record(run.state, found.done, last)
     return run.state, records
+
+
+def _checked(build: Any, members: Any, evaluators: Any) -> list[Member]:
+    """The members as a list. Raises `ValueError` for arguments of another kind."""
+    if not callable(build):
+        raise ValueError(
+            f"build={checks.shown(build)} must be a function of a member's numbers, e.g. lambda lr: fm.fedavg(task, lr=lr)"
+        )
+    made = list(members) if np.iterable(members) else [members]
+    for one in made:
+        if not isinstance(one, Member):
+            raise ValueError(f"members must be what sweeps.members(points, seeds) gives, not {checks.shown(one)}")
+    if not isinstance(evaluators or {}, Mapping):
+        raise ValueError(f"evaluators={checks.shown(evaluators)} must be a mapping of names to sweeps.MemberEvaluator")
+    for name, test in (evaluators or {}).items():
+        if not isinstance(test, MemberEvaluator):
+            raise ValueError(f"evaluators[{name!r}] must be a sweeps.MemberEvaluator, not {checks.shown(test)}")
+    return made
 
 
 def _stops(rounds: int, eval_every: int | Sequence[int]) -> list[int]:
@@ -298,8 +323,9 @@ class Programs:
                 "do not know of each other"
             )
         _check_points(build, members, federation)
-        self._build, self._federation = build, federation
+        self._build, self._federation, self._asked = build, federation, (devices, at_once)
         tests = dict(evaluators or {})
+        self._given = data, tests
         available = placement.client_mesh(devices).devices
         mesh = Mesh(available[: min(len(members), available.size)], (MEMBERS,))
         share = -(-len(members) // mesh.size)
@@ -364,6 +390,34 @@ class Programs:
             self.block.compile(who, state, (data, np.int32(1)))
             self.measure.compile(who, state, tests)
 
+    def check_of(
+        self,
+        members: Sequence[Member],
+        data: FederatedData,
+        federation: Federation | None,
+        evaluators: Mapping[str, MemberEvaluator] | None,
+        devices: int | None,
+        at_once: int | None,
+        *,
+        prunes: bool,
+    ) -> None:
+        """Raises `ValueError` unless these are the programs of such a sweep; what `build` does is not compared."""
+        if self.members != list(members):
+            raise ValueError("these programs are of a sweep of other members")
+        clients, tests = self._given
+        if not _same_arrays(clients, data):
+            raise ValueError("these programs are of a sweep of other clients")
+        given = dict(evaluators or {})
+        if given.keys() != tests.keys() or not all(_same_arrays(tests[name].data, given[name].data) for name in tests):
+            raise ValueError("these programs are of a sweep with other evaluators")
+        if federation is not None and federation != self._federation:
+            raise ValueError("these programs are of a sweep in another federation")
+        for name, asked, had in zip(("devices", "at_once"), (devices, at_once), self._asked, strict=True):
+            if asked is not None and asked != had:
+                raise ValueError(f"these programs were made with {name}={had}, not {asked}")
+        if prunes and not self.prunes:
+            raise ValueError("these programs were made without prunes=True")
+
     def of(self, members: Sequence[Member]) -> "Programs":
         """The same programs for other members.
 
@@ -396,6 +450,12 @@ class Programs:
             program.compile(*arguments)
         self.waited += time.perf_counter() - before
         return program(*arguments)
+
+
+def _same_arrays(one: Any, other: Any) -> bool:
+    """Whether two trees hold the very same arrays."""
+    mine, others = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (one, other))
+    return mine.keys() == others.keys() and all(leaf is others[path] for path, leaf in mine.items())
 
 
 SHAPING = (

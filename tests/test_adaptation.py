@@ -104,6 +104,19 @@ def test_steps_need_a_function_of_them():
         adaptation.adaptation(fm.fedavg(problems.task()), KEY, None, problems.data(), steps=(1,))
 
 
+def test_known_clients_are_tested_on_samples_that_nobody_trained_on():
+    """Labels are random: only those that a client learned by heart are predicted well."""
+    rng = np.random.default_rng(1)
+    data = fm.from_clients([(rng.normal(size=(40, 30)), rng.integers(0, 2, 40)) for _ in range(6)], num_classes=2)
+    task = fm.classification(lambda key: jnp.zeros((30, 2)), lambda p, x: x @ p)
+    method, key = fm.local_only(task, lr=0.5, epochs=20), jax.random.key(1)
+    state, _ = fm.simulate(method, data, key=key, rounds=3, federation=fm.Federation(cohort_size=6))
+    (mine,) = adaptation.adaptation(method, key, state, data, known=True)
+    expected = fm.evaluate(method, key, state, data, support="test_support", query="test_query")
+    np.testing.assert_array_equal(mine.evaluation.loss, expected.loss)
+    assert mine.evaluation.summary()["accuracy_mean"] < 0.8
+
+
 @pytest.mark.parametrize("name", ["steps", "samples"])
 def test_one_number_in_place_of_several_gets_one_line(name):
     with pytest.raises(TypeError, match=f"{name}=5 must be several numbers"):

@@ -26,6 +26,7 @@ from fedjax_meta.methods import (
     pfedhn,
 )
 from fedjax_meta.rounds import federate
+from fedjax_meta.task import classification
 from fedjax_meta.uploads.quantize import quantize, quantized
 from tests import problems
 
@@ -209,6 +210,34 @@ def test_flops_of_a_dense_network(data):
     # Forward and two products back for each layer but the first, which has no gradient for its inputs; the rest is small.
     products = 20 * 2 * (2 * 784 * 200 + 3 * 200 * 200 + 3 * 200 * 10)
     assert costs.gradient_flops(models.mtfl_mlp(), data, 20) == pytest.approx(products, rel=0.02)
+
+
+@pytest.mark.parametrize("length", [3, 20])
+def test_flops_of_a_scan_count_in_each_turn(length):
+    """The same network with its loop written out; a scan adds the steps that take and put its rows."""
+
+    def recurrent(written_out):
+        def step(hidden, x, weights):
+            return jnp.tanh(hidden @ weights + x)
+
+        def predict(variables, x):
+            rows, hidden = x.swapaxes(0, 1), jnp.zeros((len(x), 32))
+            if written_out:
+                for row in rows:
+                    hidden = step(hidden, row, variables["w"])
+            else:
+                hidden = jax.lax.scan(lambda h, row: (step(h, row, variables["w"]), None), hidden, rows)[0]
+            return hidden @ variables["v"]
+
+        return classification(lambda key: {"w": jnp.ones((32, 32)), "v": jnp.ones((32, 3))}, predict)
+
+    rng = np.random.default_rng(0)
+    sequences = from_clients([(rng.normal(size=(8, length, 32)), rng.integers(0, 3, 8))], num_classes=3)
+    found, wanted = (costs.gradient_flops(recurrent(written_out), sequences, 8) for written_out in (False, True))
+    assert found == pytest.approx(wanted, rel=0.15)
+    # Forward and two products back, but none for the first hidden state.
+    products = (3 * length - 1) * 2 * 8 * 32 * 32
+    assert products < wanted < 1.2 * products
 
 
 def test_time_of_a_round():

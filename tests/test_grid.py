@@ -1,6 +1,7 @@
 """A sweep: many runs as one program, which finds what the runs find one by one."""
 
 import threading
+from functools import partial
 
 import jax
 import numpy as np
@@ -159,8 +160,21 @@ def test_programs_compiled_on_another_thread_are_those_of_the_sweep():
     _, state, _ = run(programs=programs)
     assert programs.waited < 0.05  # nothing was compiled again
     assert problems.leaves_equal(state, run()[1])
-    with pytest.raises(ValueError, match="programs are of a sweep of other members"):
-        run(programs=programs, seeds=[1])
+    others = fm.from_clients([(np.ones((9, 5)), np.arange(9) % 3)] * 4, num_classes=3)
+    for options, words in (
+        ({"seeds": [1]}, "programs are of a sweep of other members"),
+        ({"federation": fm.Federation(cohort_size=4)}, "programs are of a sweep in another federation"),
+        ({"prune": lambda round, records: [True] * 4}, "programs were made without prunes=True"),
+        ({"devices": 1}, "programs were made with devices=None, not 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(programs=programs, **options)
+    given = {"rounds": 1, "federation": FEDERATION, "programs": programs}
+    with pytest.raises(ValueError, match="programs are of a sweep of other clients"):
+        sweep(ditto, chosen, others, evaluators=evaluators, **given)
+    for tests in ({}, {"local": MemberEvaluator(measured, others)}):
+        with pytest.raises(ValueError, match="programs are of a sweep with other evaluators"):
+            sweep(ditto, chosen, problems.data(), evaluators=tests, **given)
 
 
 BAD = {
@@ -181,6 +195,32 @@ BAD = {
     "nobody goes on": ({"prune": lambda done, records: [False] * 4}, "and keep one"),
     "no rounds": ({"rounds": 0}, "rounds=0 must be an integer of at least 1"),
 }
+
+
+KINDS = {
+    "a method": ({"build": fm.fedavg(problems.task())}, "must be a function of a member's numbers"),
+    "a pair": ({"members": [({"lr": 0.1}, 0)]}, r"members must be what sweeps.members\(points, seeds\) gives"),
+    "a list of tests": ({"evaluators": [1]}, r"evaluators=\[1\] must be a mapping of names to sweeps.MemberEvaluator"),
+    "a test of one run": (
+        {"evaluators": {"a": fm.Evaluator(measured, None)}},
+        r"evaluators\['a'\] must be a sweeps.MemberEval",
+    ),
+    "a record too few": ({"on_record": lambda state, record: None}, r"on_record must be a function \(state, round, records\)"),
+    "a round too few": ({"prune": lambda records: [True]}, r"prune must be a function \(round, records\)"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), KINDS.values(), ids=KINDS)
+def test_arguments_of_another_kind_are_refused_before_anything_is_trained(options, words):
+    given = {"build": partial(fm.fedavg, problems.task()), "members": members([{"lr": 0.1}], [0])} | options
+    with pytest.raises(ValueError, match=words):
+        sweep(data=problems.data(), rounds=1, federation=FEDERATION, **given)
+
+
+def test_members_may_come_one_by_one():
+    who = members([{"lr": 0.1}, {"lr": 0.2}], [0])
+    state, records = sweep(partial(fm.fedavg, problems.task()), iter(who), problems.data(), rounds=1, federation=FEDERATION)
+    assert state.round.shape == (2,) and len(records) == 2
 
 
 @pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD)

@@ -41,6 +41,10 @@ def rule(combine):
     return Rule(name="own", combine=combine)
 
 
+def own_upload(**parts):
+    return fm.uploads.UploadTransform(name="own", **parts)
+
+
 FEDERATIONS = [
     ({"schedule": lambda key, round_, n, c: [0, 1, 2, 3]}, r"schedule must return a JAX array of cohort_size=4 ids"),
     ({"schedule": lambda key, round_, n, c: jnp.array([0, 1, 2, 99])}, r"that schedule draws for round 1=.*in \[0, 7\)"),
@@ -64,6 +68,30 @@ FEDERATIONS = [
         "the lie of an attack must be like the change that it gets",
     ),
     ({"attack": attacks.Attack(name="own", attackers=0.5, lie=lambda key, change: None)}, "the lie of an attack must be like"),
+    (
+        {"attack": attacks.Attack(name="own", attackers=0.5, conspire=lambda changes, honest, able: scalars(changes))},
+        r"conspire of an attack must give one change, like those that it gets: \[0\]",
+    ),
+    (
+        {"attack": attacks.Attack(name="own", attackers=0.5, conspire=lambda changes, honest, able: changes)},
+        "conspire of an attack must give one change, like those that it gets",
+    ),
+    (
+        {"attack": attacks.Attack(name="own", attackers=0.5, poison=lambda batch, *_: batch._replace(y=batch.y[:1]))},
+        "poison of an attack must give a batch like the one that it gets: .y is int32",
+    ),
+    (
+        {"uploads": (own_upload(client=lambda key, upload, memory, kept: upload),)},
+        r"client of the upload own must give \(upload, ",
+    ),
+    (
+        {"uploads": (own_upload(client=lambda key, upload, memory, kept: (upload, upload)),)},
+        r"client of the upload own must give \(upload, memory\) like what it gets: \[1\]\[0\]\[",
+    ),
+    (
+        {"uploads": (own_upload(server=lambda key, average, context, kept, measured: average),)},
+        r"server of the upload own must give \(average, what it keeps\)",
+    ),
 ]
 
 

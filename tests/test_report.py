@@ -111,6 +111,21 @@ def test_a_series_takes_the_records_of_simulate(predictions):
     np.testing.assert_array_equal(one.by_client, same.by_client)
 
 
+def test_a_series_leaves_out_rounds_that_no_evaluation_ended(predictions):
+    """`should_stop` ended the run there: the record holds training metrics alone."""
+    first, last = record(predictions, 1), record(predictions, 20)
+    stopped = first._replace(round=7, evaluations={})
+    whole = report.series("A", "new", 3, [first, last], "a/local")
+    for rows in ([first, stopped], [first, stopped, last], [stopped, last]):
+        one = report.series("A", "new", 3, rows, "a/local")
+        assert one.rounds.tolist() == [row.round for row in rows if row.evaluations]
+        np.testing.assert_array_equal(one.by_client, whole.by_client)
+    with pytest.raises(ValueError, match="rows hold no evaluation of A: the run was stopped before"):
+        report.series("A", "new", 3, [stopped], "a/local")
+    with pytest.raises(ValueError, match="a figure needs a series at least"):
+        report.save_figure("figure.png", [], title="none")
+
+
 def test_a_series_needs_rows_and_a_known_test(predictions):
     with pytest.raises(ValueError, match="no evaluation"):
         report.series("A", "local", 1, [], "a/local")

@@ -121,9 +121,7 @@ class Attack:
 
         def of_change(change: PyTree) -> PyTree:
             told = lie(key, change)
-            wrong = checks.mismatch(told, change)
-            if wrong is not None:
-                raise ValueError(f"the lie of an attack must be like the change that it gets, a list of arrays: {wrong}")
+            _check_like("the lie of an attack must be like the change that it gets, a list of arrays", told, change)
             return told
 
         return _on_changes(of_change, lambda leaf: attacks, sent, before)
@@ -148,9 +146,19 @@ class Attack:
             finite = [jnp.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in changes]
             able = liars & reduce(jnp.logical_and, finite)
             clean = jax.tree.map(lambda leaf: jnp.where(along(honest | able, leaf), leaf, 0), changes)
-            return jax.tree.map(lambda leaf: leaf[None], conspire(clean, honest, able))
+            told = conspire(clean, honest, able)
+            _check_like(
+                "conspire of an attack must give one change, like those that it gets", told, [leaf[0] for leaf in clean]
+            )
+            return jax.tree.map(lambda leaf: leaf[None], told)
 
         return _on_changes(one_for_all, lambda leaf: along(active, leaf), sent, before)
+
+
+def _check_like(what: str, told: PyTree, given: PyTree) -> None:
+    wrong = checks.mismatch(told, given)
+    if wrong is not None:
+        raise ValueError(f"{what}: {wrong}")
 
 
 def _changed(
@@ -159,6 +167,7 @@ def _changed(
     """A batch as an attacker changes it; a sample is changed alike whenever it is taken."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
     changed = poison(batch, jax.vmap(jax.random.uniform)(keys), view, num_classes)
+    _check_like("poison of an attack must give a batch like the one that it gets", changed, batch)
     return jax.tree.map(lambda new, old: jnp.where(attacks, new, old), changed, batch)
 
 

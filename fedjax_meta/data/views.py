@@ -67,7 +67,7 @@ class ClientView:
             return steps
         # Tolerance: ceil(1/3 * 9) must be 3 despite rounding.
         rounded = jnp.ceil(self.work * steps - 1e-3).astype(jnp.int32)
-        return jnp.where(self.work > 0, jnp.maximum(rounded, jnp.minimum(steps, 1)), 0)
+        return jnp.where(self.work > 0, jnp.clip(rounded, jnp.minimum(steps, 1), steps), 0)
 
     def take(self, index: jax.Array, weight: jax.Array) -> Batch:
         """A batch of the samples at positions `index` of the view, scaled to the numbers that a model reads.

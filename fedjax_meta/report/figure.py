@@ -60,6 +60,8 @@ def save_figure(path: str | Path, all_series: Sequence[Series], *, title: str) -
     for name, clients, seed in names:
         if names.count((name, clients, seed)) > 1:
             raise ValueError(f"two systems have the title {name!r} ({clients}, seed {seed}): give them titles of their own")
+    if not all_series:
+        raise ValueError("a figure needs a series at least")
     scores = list(dict.fromkeys(one.kind.name for one in all_series))
     if len(scores) > 1:
         raise ValueError(f"one figure shows one score, not {' and '.join(scores)}")

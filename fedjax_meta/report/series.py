@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_meta.report.records import Kind, compact, diverged, main_score, mean_score
+from fedjax_meta.report.records import Kind, compact, diverged, joined, main_score, mean_score
 from fedjax_meta.simulation import Record
 
 
@@ -61,7 +61,14 @@ def series(
     """
     if not rows:
         raise ValueError(f"rows is empty: there is no evaluation of {title} to report")
-    found = [compact(row) if isinstance(row, Record) else row for row in rows]
+    found: list[dict[str, Any]] = []
+    part = None  # rounds up to where a run was stopped, which no evaluation ended
+    for row in rows:
+        one = joined(part, dict(compact(row) if isinstance(row, Record) else row))
+        part = None if one["tests"] else one
+        found += [one] if one["tests"] else []
+    if not found:
+        raise ValueError(f"rows hold no evaluation of {title}: the run was stopped before")
     if test not in found[-1]["tests"]:
         raise ValueError(f"test={test!r} is not a test of this run; it has {', '.join(found[-1]['tests'])}")
     run = next(iter(found[-1]["tests"])) if run is None else run

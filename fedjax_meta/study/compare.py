@@ -161,9 +161,11 @@ def finished(folders: Sequence[str | Path], *, score: str | None = None) -> list
 
     Raises:
       OSError: a folder that cannot be read.
-      ValueError: a folder without a run, or without finished results, one that is named twice; a run without that score, a
-        damaged file, F1 of two kinds.
+      ValueError: one folder in place of several, a folder without a run, or without finished results, one that is named twice; a
+        run without that score, a damaged file, F1 of two kinds.
     """
+    if isinstance(folders, (str, Path)):
+        raise ValueError(f"folders={str(folders)!r} must be several folders, e.g. [{str(folders)!r}]")
     found: list[tuple[Finished, str]] = []
     paths = [Path(folder).resolve() for folder in folders]
     for folder, label in zip(map(Path, folders), _labels(paths), strict=True):

@@ -79,7 +79,7 @@ def write(
 
 
 def write_all(
-    folder: Path,
+    folder: str | Path,
     study: Study,
     built: Mapping[str, Clients],
     outcomes: Sequence[Outcome],
@@ -98,7 +98,7 @@ def write_all(
     Raises:
       OSError: a file cannot be written.
     """
-    found = results.tables(study, built, outcomes) if found is None else found
+    folder, found = Path(folder), results.tables(study, built, outcomes) if found is None else found
     paths: list[Path] = []
     for scenario, clients in built.items():
         shown = systems(study, [one for one in outcomes if one.scenario == scenario])

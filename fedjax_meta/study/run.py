@@ -38,7 +38,7 @@ def build(study: Study, data_dir: str | None = None) -> dict[str, Clients]:
 
 def run(
     study: Study,
-    folder: Path,
+    folder: str | Path,
     *,
     watcher: Watcher | None = None,
     clients: Mapping[str, Clients] | None = None,
@@ -64,7 +64,7 @@ def run(
         another study (the message names each field that differs).
       OSError: the folder cannot be written, or another process has it.
     """
-    built = build(study) if clients is None else clients
+    folder, built = Path(folder), build(study) if clients is None else clients
     _check_start(study, built)
     disk.lock(folder)
     check_folder(study, folder, built)
@@ -83,7 +83,7 @@ def run(
 @contextlib.contextmanager
 def shared(
     study: Study,
-    folder: Path,
+    folder: str | Path,
     *,
     watcher: Watcher | None = None,
     clients: Mapping[str, Clients] | None = None,
@@ -103,8 +103,8 @@ def shared(
               page.write_all(folder, study, build(study), outcomes, "python my_script.py")
       ```
     """
+    folder, built = Path(folder), build(study) if clients is None else clients
     earlier = folders.ending(folder)
-    built = build(study) if clients is None else clients
     _check_start(study, built)
     jobs = _jobs(study, built)
     common = folder / folders.PARTS  # who has it writes what belongs to all

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_meta import checks
 from fedjax_meta.keys import tagged
 from fedjax_meta.types import Key, PyTree, Scalar
 
@@ -257,7 +258,9 @@ class Chain:
             lost.append(mine if is_kept else carried(transform, transform.lost(upload, mine)))
             is_kept |= transform.has_feedback
             measured.append(transform.measure(upload, its))
-            upload, renewed = transform.client(tagged(key, transform.name, number), upload, mine, its)
+            told = transform.client(tagged(key, transform.name, number), upload, mine, its)
+            _check_pair(transform, "client", "(upload, memory)", told, (upload, mine))
+            upload, renewed = told
             sent.append(carried(transform, renewed))
         return upload, tuple(measured), tuple(sent), tuple(lost)
 
@@ -269,7 +272,9 @@ class Chain:
         for i in reversed(range(len(self.transforms))):
             transform = self.transforms[i]
             its_key = tagged(key, transform.name, self._numbers[i])
-            average, renewed[i] = transform.server(its_key, average, context, kept[i], measured[i])
+            told = transform.server(its_key, average, context, kept[i], measured[i])
+            _check_pair(transform, "server", "(average, what it keeps)", told, (average, kept[i]))
+            average, renewed[i] = told
         return average, tuple(renewed)
 
     def encode(self, key: Key, sums: PyTree, bounds: PyTree, id_: jax.Array, ids: jax.Array) -> PyTree:
@@ -293,6 +298,14 @@ class Chain:
             for transform in self.transforms:
                 message = transform.message(message, leaf)
         return message
+
+
+def _check_pair(transform: UploadTransform, part: str, wanted: str, told: Any, given: tuple[PyTree, PyTree]) -> None:
+    """Raises `ValueError` unless a part of a transformation returns two trees like those that it gets."""
+    pair = isinstance(told, tuple) and len(told) == 2
+    odd = checks.mismatch(told, given) if pair else f"it gives {type(told).__name__}"
+    if odd is not None:
+        raise ValueError(f"{part} of the upload {transform.name} must give {wanted} like what it gets: {odd}")
 
 
 def per_leaf(function: Callable[[Key, jax.Array], jax.Array], key: Key, tree: PyTree) -> PyTree:

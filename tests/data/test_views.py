@@ -117,6 +117,8 @@ def test_a_share_of_the_work_limits_training_and_not_evaluation():
     assert int(part.full(7).steps) == 3 and int(part.in_order(4).steps) == 3
     assert seen(part.epochs(key, 4, 3)) == seen(data["train"].epochs(key, 4, 3))[:3]
     assert int(dataclasses.replace(part, work=0.0).epochs(key, 4).steps) == 0
+    # Nobody works more than all.
+    assert int(data.working(2.0)["train"].epochs(key, 4, 3).steps) == 9
 
 
 def test_padding_has_no_weight_and_is_finite():

@@ -42,6 +42,13 @@ def test_what_two_runs_call_alike_gets_their_names():
     assert [n.scenario for n in named] == ["pairs (monday, friday)"] * 3 + ["pairs (other)"]
 
 
+def test_a_folder_may_be_a_text_and_one_is_not_several(tmp_path):
+    run.run(study(systems={"local": TREE["systems"]["local"]}, rounds=1, seeds=[1]), str(tmp_path / "a"), watcher=Silent())
+    assert [one.method for one in compare.finished([str(tmp_path / "a")])] == ["local_only"]
+    with pytest.raises(ValueError, match=r"folders='.*' must be several folders"):
+        compare.finished(str(tmp_path / "a"))
+
+
 def test_scenarios_of_the_same_clients_and_another_model_have_tables_of_their_own(tmp_path):
     pairs = {**TREE["scenarios"]["pairs"], "model": "mlp", "model_options": {"hidden": [4]}}
     places = {"pairs": pairs, "logistic": TREE["scenarios"]["pairs"]}
