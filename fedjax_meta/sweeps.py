@@ -124,7 +124,8 @@ def sweep(  # over 80 lines: half of them explain the arguments
       prune: called after each evaluation but the last, before `on_record`, with (finished rounds, each member's record); says for
         each member whether it goes on. The others keep their state, with the number of rounds that they have finished, and get no
         more records. What is left is dealt to the devices anew, which saves time where a device trains one member at a time.
-      programs: of this sweep, compiled beforehand; made here when not given.
+      programs: of this sweep, compiled beforehand; made here when not given. Their `build` and `measure` are used, not those given
+        here.
 
     Returns:
       (state, leaves `[M, ...]`; the records of each member, which share the wall-clock of the sweep equally).
@@ -401,7 +402,7 @@ class Programs:
         *,
         prunes: bool,
     ) -> None:
-        """Raises `ValueError` unless these are the programs of such a sweep; what `build` does is not compared."""
+        """Raises `ValueError` unless these are the programs of such a sweep; functions (`build`, `measure`) are not compared."""
         if self.members != list(members):
             raise ValueError("these programs are of a sweep of other members")
         clients, tests = self._given

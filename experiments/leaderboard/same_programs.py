@@ -1,4 +1,4 @@
-"""Rows whose programs later code has left as they were, found in seconds a row, because nothing is trained."""
+"""Finds rows whose programs later code has left as they were. Nothing is trained, so that a row takes seconds."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from fedjax_meta.study import Study, made
 
 
 def clear(run: Run, data_dir: str | None = None) -> None:
-    """Takes the mark from committed rows of a run that the files of their method earned them, where programs stayed the same.
+    """Makes committed rows of a run current again whose method's files have changed, but not their programs.
 
-    The programs of this code are compared with those of the last commit at which a row had no mark. What differs keeps its mark,
-    and `again.confirm` trains it.
+    The programs of this code are compared with those of the last commit that had the files of the row. Rows whose programs differ
+    stay marked; `again.confirm` trains these.
     """
     study = run.load()
     by_commit: dict[str | None, list[Line]] = {}
