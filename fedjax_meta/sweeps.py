@@ -124,8 +124,8 @@ def sweep(  # over 80 lines: half of them explain the arguments
       prune: called after each evaluation but the last, before `on_record`, with (finished rounds, each member's record); says for
         each member whether it goes on. The others keep their state, with the number of rounds that they have finished, and get no
         more records. What is left is dealt to the devices anew, which saves time where a device trains one member at a time.
-      programs: of this sweep, compiled beforehand; made here when not given. Their `build` and `measure` are used, not those given
-        here.
+      programs: of this sweep, compiled beforehand; made here when not given. Their `build` and `measure` are used, not those of
+        this call.
 
     Returns:
       (state, leaves `[M, ...]`; the records of each member, which share the wall-clock of the sweep equally).

@@ -374,8 +374,11 @@ def to_yaml(study: Study) -> str:
 
 def _with_method(name: Any, entry: Any) -> Any:
     """A system that names no method is that of its own name, if there is one."""
-    unsaid = entry is None or (isinstance(entry, Mapping) and "method" not in entry)
-    return {"method": name, **(entry or {})} if unsaid and name in METHODS else entry
+    if not (entry is None or (isinstance(entry, Mapping) and "method" not in entry)):
+        return entry
+    if name not in METHODS:
+        raise ValueError(f"systems.{name} needs method, because its name is that of none{checks.nearest(name, METHODS)}")
+    return {"method": name, **(entry or {})}
 
 
 def _object(where: str, of: type, given: Any) -> Any:

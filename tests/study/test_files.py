@@ -119,6 +119,10 @@ def test_a_system_without_a_method_is_that_of_its_name():
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"systems\.mine needs method"):
         study(systems={"mine": {"options": {"epochs": 1}}})
+    with pytest.raises(
+        ValueError, match=r"systems\.fedprr needs method, because its name is that of none \(did you mean 'fedp"
+    ):
+        study(systems={"fedprr": None})
     with pytest.raises(ValueError, match=r"systems\.fedavg has no field 'epochs', which belongs to options"):
         study(systems={"fedavg": {"epochs": 1}})
 
