@@ -177,8 +177,7 @@ def _twice(words: Sequence[str]) -> list[str]:
 
 COUNTED = _twice([gaps.BETTER, gaps.OPEN, gaps.WORSE])
 INSIDE = (
-    'Tables count twice: all pairs, and those "inside", in which neither system\'s best value stands at an end of its grid. '
-    "A number with two values in the grid always does, so that few rows of six points are inside."
+    'Tables count twice: all pairs, and those "inside", in which neither system\'s best value stands at an end of its grid.'
 )
 
 

@@ -613,6 +613,13 @@ def test_the_page_says_how_few_clients_had_no_finite_loss(folder, lines):
     assert said(one, "40") == "2 of 2 seeds diverged"
 
 
+def test_committed_grids_moved_on_while_their_best_value_was_at_an_end():
+    """The page says that one rule tuned all rows."""
+    found, runs = board.read_lines(), {run.name: run for run in LISTED}
+    stopped = [line for some in found.values() for line in some if line.edge]
+    assert stopped and [line for line in stopped if line.extend < runs[line.run].load().tuning.extend] == []
+
+
 def test_the_committed_page_is_what_the_raw_results_give():
     """`python -m experiments.leaderboard --write-docs` writes it; nobody types its numbers."""
     text = pages.PAGE.read_text(encoding="utf-8")
