@@ -217,6 +217,7 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises `ValueError` unless `value` is one of `allowed`; the message has the nearest of them."""
     # Not `value in allowed`: a list cannot be looked up in a dict, and an array equals a word entry by entry.
     if not any(isinstance(value, type(word)) and value == word for word in allowed):
+        allowed = list(dict.fromkeys(allowed))
         hint = nearest(value, allowed)
         words = (repr(word) if isinstance(word, str) and not (word and word.isprintable()) else str(word) for word in allowed)
         those = f"allowed are {', '.join(words)}" if allowed else "there is none"

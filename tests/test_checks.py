@@ -114,7 +114,7 @@ REFUSED = {
     "no number": (lambda: checks.fraction("train", "half"), "train='half' must lie strictly between 0 and 1"),
     "an index beyond": (lambda: checks.indices("ids", [0, 3], 3), r"ids=\[0, 3\] must be integers in \[0, 3\)"),
     "half an index": (lambda: checks.indices("ids", 0.5, 3), r"ids=0.5 must be an integer in \[0, 3\)"),
-    "unknown": (lambda: checks.one_of("how", "c", ("a", "b")), "how='c' is unknown; allowed are a, b"),
+    "unknown": (lambda: checks.one_of("how", "c", ("a", "b", "a")), "how='c' is unknown; allowed are a, b$"),
     "an optimiser with its rate": (
         lambda: checks.optimizer_factory("optimizer", optax.sgd(0.1)),
         r"optimizer must be a factory `rate -> optax\.GradientTransformation` such as optax\.sgd; its rate is an argument of its "

@@ -65,9 +65,9 @@ def afl(
     Args:
       task, batch_size, optimizer: as in `fedavg`.
       lr: gamma_w; may be traced, as `weight_lr`.
-      weight_lr: gamma_lambda >= 0; with 0 all clients count equally. A large one takes lambda of most clients to 0; a cohort
-        of such clients alone moves nothing, lambda neither. The lambda of all N clients of the data sum to 1; those of clients
-        that `data.select` leaves out stay at 1 / N.
+      weight_lr: gamma_lambda >= 0; with 0 all clients count equally. A large one takes lambda of most clients to 0; the
+        round of a cohort of such clients alone has no gradient, and moves no lambda. The lambda of all N clients of the data sum
+        to 1; those of clients that `data.select` leaves out stay at 1 / N.
       local_steps: batches that a client goes through; 1 in the paper.
       average: whether clients test with the mean over rounds, as the paper's guarantee has it; it costs one more model.
 

@@ -364,6 +364,9 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
       ValueError: an option out of range, options that exclude each other.
     """
     checks.count("meta_steps", meta_steps)
+    if draw is not None:
+        example = "lambda key, data, step: (data['support'].full(1), data['query'].full(1))"
+        checks.function("draw", draw, ("key", "data", "step"), example)
     if test_lr is not None:
         checks.not_negative("test_lr", test_lr)
         if learned_rates:

@@ -87,8 +87,8 @@ def untrained(clients: Clients) -> Algorithm:
     return sweeps.alone(METHODS["fedavg"](clients.task), Federation(cohort_size=1))
 
 
-def scored(clients: Clients, metrics: Sequence[str], algorithm: Algorithm) -> list[str]:
-    """The names of the scores that are measured, that of the main one first; nothing is computed.
+def scored(clients: Clients, metrics: Sequence[str], algorithm: Algorithm) -> dict[str, Json]:
+    """A test in a row of `report.compact`, which says what is measured but has no values; nothing is computed.
 
     Raises:
       ValueError: metrics that do not fit the task.
@@ -99,7 +99,7 @@ def scored(clients: Clients, metrics: Sequence[str], algorithm: Algorithm) -> li
 
     found = jax.eval_shape(scores, jax.eval_shape(algorithm.init, jax.random.key(0), clients.train))
     test: dict[str, Json] = {} if found.confusion is None else {"accuracy": [], "f1": []}
-    return report.score_names({**test, **({} if found.loss is None else {"loss": []}), "metrics": found.metrics})
+    return {**test, **({} if found.loss is None else {"loss": []}), "metrics": {name: {} for name in found.metrics}}
 
 
 def _evaluated(

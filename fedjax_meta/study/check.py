@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_meta import host_store as stores
-from fedjax_meta import imports, measures
+from fedjax_meta import imports, measures, report
 from fedjax_meta.aggregate import as_rule
 from fedjax_meta.algorithm import State
 from fedjax_meta.asynchronous import Asynchronous
@@ -80,12 +80,13 @@ def named(study: Study, scenario: str, name: str) -> Iterator[None]:
 def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
     """Raises where a scenario's task has no such scores, or where it has no new clients of which a number is published."""
     try:
-        found = baselines.scored(clients, study.metrics, baselines.untrained(clients))
+        test = baselines.scored(clients, study.metrics, baselines.untrained(clients))
     except ValueError as error:
         if not study.metrics:
             raise
         form = "class labels" if clients.train.labelled else "other targets than one class label a sample"
         raise ValueError(f"scenario {scenario}: metrics={list(study.metrics)}, but the data have {form}: {error}") from None
+    found = report.score_names(test)
     published = [row for row in study.published if row.scenario == scenario.partition(DRAW)[0]]
     said = [row.score.removeprefix("raw_").removesuffix("_std") for row in published]
     goal = study.goal
@@ -94,6 +95,12 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
         base = None if name is None else name.removesuffix("_mean")
         if base is not None and base not in found:
             raise ValueError(f"scenario {scenario}: the score {base!r} is not measured; there are {', '.join(found)}")
+    for where, asked in (("tuning.metric", [study.tuned_by.metric]), ("published", [row.score for row in published])):
+        if "accuracy" in asked and "accuracy" not in test:
+            raise ValueError(
+                f"scenario {scenario}: {where} asks for accuracy, which is over all samples and needs confusion matrices: add "
+                "confusion to metrics, or take accuracy_mean, which is over clients"
+            )
     if goal is not None and 0 < goal.value < 1 and _is_high_share(study, goal.name or found[0]):
         raise ValueError(f"stop_at={study.stop_at!r} is below 1 %: shares are in percent, so write {100 * goal.value:g}")
     if clients.new is None and any(row.clients == NEW for row in published):

@@ -331,8 +331,10 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
         found = [one for one in outcomes if (one.system, one.scenario) == (row.system, row.scenario)]
         tests = [trial.rows[-1]["tests"].get(row.clients, {}) for one in found for trial in one.final]
         kind = _kind_of(row.score, tests)
-        scores = [test.get("scores", {}) for test in tests]  # a metric of one's own has a mean over clients alone
-        values = np.array([one.get(row.score, one.get(f"{row.score}_mean", np.nan)) for one in scores], float)
+        scores = [test.get("scores", {}) for test in tests]
+        # "accuracy" is over all samples, and other scores are means over clients: the one never stands for the other.
+        other = row.score if row.score == "accuracy" else f"{row.score}_mean"
+        values = np.array([one.get(row.score, one.get(other, np.nan)) for one in scores], float)
         diverged = [trial.diverged is not None for one in found for trial in one.final]
         values[diverged] = np.nan
         values *= 100 if kind.share else 1
@@ -341,8 +343,22 @@ def published(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
             measured = kind.spread(*report.over_seeds(values)) or ("diverged" if any(diverged) else "not measured")
             difference = kind.text(values.mean() - row.value, sign=True)
         told = [kind.text(row.value), measured, difference if np.isfinite(values).all() else "", row.note]
-        rows.append([study.title_of(row.system), row.scenario, row.clients, row.score, *told])
+        rows.append([study.title_of(row.system), row.scenario, row.clients, _over(row.score), *told])
     return rows
+
+
+def _over(score: str) -> str:
+    """A name of `metrics.summary` and what its numbers are taken over.
+
+    Example:
+      >>> _over("accuracy"), _over("accuracy_mean"), _over("f1"), _over("f1_std")
+      ('accuracy (over all samples)', 'accuracy (mean over clients)', 'f1 (mean over clients)', 'f1 (deviation over clients)')
+    """
+    if score == "accuracy":
+        return f"{score} (over all samples)"
+    if score.endswith("_std"):
+        return f"{score.removesuffix('_std')} (deviation over clients)"
+    return f"{score.removesuffix('_mean')} (mean over clients)"
 
 
 def _kind_of(score: str, tests: Sequence[Mapping[str, Any]]) -> report.Kind:

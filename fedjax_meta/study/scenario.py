@@ -437,14 +437,18 @@ def _uses(order: np.ndarray, samples: int) -> str:
     return f"gives clients {len(once):,} of {samples:,} samples{shared}"
 
 
+LEAST_OF_LENET = 16
+"""Height and width of the smallest images that its two convolutions of 5 x 5, each with a pooling, leave a pixel of."""
+
+
 def model_name(name: str | None, data: FederatedData) -> str:
-    """The name of a model, where none is given that of the default for the shape of the data."""
+    """The name of a model; where none is given, the LeNet for colour images that are large enough, else the perceptron."""
     shape = data.x.shape[1:]
-    return name or ("lenet" if len(shape) == 3 and shape[-1] == 3 else "mlp")
+    return name or ("lenet" if len(shape) == 3 and shape[-1] == 3 and min(shape[:2]) >= LEAST_OF_LENET else "mlp")
 
 
 def model_for(name: str | None, data: FederatedData, options: Mapping[str, Any], kind: str = "") -> Task:
-    """A model, see `lookup.model`, for the shape of the data; by default the LeNet for colour images, else the perceptron.
+    """A model, see `lookup.model`, for the shape of the data; see `model_name`.
 
     Targets that are no classes are what `kind` says, see `Protocol.targets`, else what `targets.kind` finds in their values.
     """
@@ -517,7 +521,7 @@ def _made(name: str, given: Mapping[str, Any]) -> Task:
     try:
         task = build(**given)
     except Exception as error:
-        if imports.place_of(error) is None:
+        if not (isinstance(error, ValueError) or imports.place_of(error) is not None):
             raise
         raise ValueError(f"model {name}: {imports.said(error)}") from error
     if not isinstance(task, Task):

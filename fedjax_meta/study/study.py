@@ -29,7 +29,8 @@ class Tuning:
         than training, a large `eval_every` saves most of them.
       seeds: of the trials.
       metric: the score by which points are compared after the last round of a trial: the study's main one when not given, or
-        another that is measured, by its name or with "_mean" ("accuracy" is over all samples, "accuracy_mean" over clients).
+        another that is measured. "accuracy" is over all samples, for which confusion matrices must be measured, as they are by
+        default; "accuracy_mean" and all others are means over clients, with or without "_mean" in their names.
       validation: what it is measured on: "samples" of the train view that were held back from training, "clients" that were
         held out, or "both", the mean of the two.
       clients: share of the known clients that is held out in the trials, for "clients" and "both".
@@ -68,7 +69,7 @@ class Published:
     Attributes:
       system, scenario: names in the study.
       clients: "known" or "new".
-      score: name in `metrics.summary`, or of another metric with "_mean".
+      score: name in `metrics.summary`, or of another metric, as in `Tuning`.
       value: in percent if the score is a share.
       note: where it is printed, and what is unclear about it.
     """

@@ -328,8 +328,7 @@ def words(study: Study, main: Sequence[str]) -> str:
         names = main if metric is None else [metric.removesuffix("_mean")]
         by = f"{' and '.join(dict.fromkeys(name.replace('_', ' ') for name in names))} (mean over clients)"
     else:
-        samples = metric == "accuracy" and "accuracy" not in study.metrics  # of the confusion matrix
-        by = f"{metric.replace('_', ' ')} ({'over all samples' if samples else 'mean over clients'})"
+        by = f"{metric.replace('_', ' ')} ({'over all samples' if metric == 'accuracy' else 'mean over clients'})"
     text = f"Grids were searched by {by} on {where[tuning.validation]}, after {rounds} round{'s' * (rounds != 1)}."
     if tuning.halving:
         text += f" Of a grid, the best 1/{tuning.halving} went on at each step."

@@ -256,6 +256,7 @@ STUDY = [
     (("--set", "systems.fedavg.tested_with=5"), "systems.fedavg: tested_with=5 must be a mapping of names and values"),
     (("--set", "systems.fedavg.rates=cosine"), "systems.fedavg: rates='cosine' must be a mapping of names and values"),
     (("--set", "systems.fedavg.rates.lr={{name: cosine, warmup: 900}}"), "warmup=900 must be below rounds="),
+    (("--set", "metrics=[accuracy, auroc]", "--set", "tuning.metric=accuracy"), "tuning.metric asks for accuracy, which is over"),
     (("--set", "rounds"), "'rounds' must read field.field=value"),
     (("--set", "rounds=1e9"), "rounds=1000000000.0 must be an integer"),
     (("--set", "rounds=[[[["), "'rounds=[[[[' has a value that is no YAML"),

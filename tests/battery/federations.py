@@ -103,6 +103,7 @@ for _name, _options, *_words in [
     ("fedmeta", {"estimator": fm.multistep.multi_step}, "step_weights and estimator=multistep.multi_step need each other"),
     ("mamlpp", {"batch_size": 8}, "batch_size=8 gives clients unlike numbers of steps"),
     ("mamlpp", {"step_weights": 3}, "step_weights=3 must be a function (round, steps)"),
+    ("fedmeta", {"draw": "all"}, "draw='all' must be a function (key, data, step)"),
     ("anil", {"adapts": "haed"}, "adapts='haed' is unknown (did you mean 'head'?)"),
     ("imaml", {"prox_weight": 0}, "prox_weight=0 must be finite and above 0"),
     ("imaml", {"cg_steps": 0}, "cg_steps=0 must be an integer"),

@@ -1,5 +1,6 @@
 """A study: what its file may say, what it runs, and what it reports."""
 
+import contextlib
 import json
 
 import jax
@@ -311,6 +312,45 @@ def test_published_numbers_of_what_is_not_measured_are_refused(draws, new, row, 
     chosen = study(scenarios={"pairs": place}, data_seeds=draws, published=rows)
     with pytest.raises(ValueError, match=f"scenario pairs{'@1' if draws else ''}: .*{words}"):
         check(chosen, run.build(chosen))
+
+
+def test_a_measured_number_beside_a_published_one_says_what_it_is_taken_over(finished):
+    _, outcomes = finished
+    scores = ("accuracy", "accuracy_mean", "accuracy_std", "f1", "raw_f1_mean", "auroc")
+    asked = [{"system": "fedavg", "scenario": "pairs", "value": 50.0, "score": score} for score in scores]
+    rows = results.published(study(published=asked), outcomes)
+    matrices = np.array([trial.rows[-1]["tests"]["known"]["confusion"] for trial in outcomes[0].final])  # [seeds, N, K, K]
+    right, size = np.trace(matrices, axis1=2, axis2=3), matrices.sum((2, 3))
+    share = right / size
+    expected = [100 * right.sum(1) / size.sum(1), 100 * share.mean(1), 100 * share.std(1)]
+    assert np.ptp(size) > 0
+    for row, numbers in zip(rows[:3], expected, strict=True):
+        mean, deviation = map(float, row[5].split(" ±"))
+        assert (mean, deviation) == (pytest.approx(numbers.mean(), abs=0.006), pytest.approx(numbers.std(ddof=1), abs=0.006))
+        assert float(row[6]) == pytest.approx(numbers.mean() - 50, abs=0.006)
+    assert [row[3] for row in rows] == [
+        "accuracy (over all samples)",
+        "accuracy (mean over clients)",
+        "accuracy (deviation over clients)",
+        "f1 (mean over clients)",
+        "raw_f1 (mean over clients)",
+        "auroc (mean over clients)",
+    ]
+    assert rows[3][5] != "not measured" and rows[5][5] == "not measured"
+
+
+def test_accuracy_over_all_samples_needs_confusion_matrices():
+    """It is never replaced by the mean over clients."""
+    rows = [{"system": "fedavg", "scenario": "pairs", "value": 1.0}]
+    for metrics, row, words in (
+        (["accuracy", "auroc"], {}, "published asks for accuracy, which is over all samples"),
+        (["accuracy", "auroc"], {"score": "accuracy_mean"}, ""),
+        (["accuracy", "auroc", "confusion"], {}, ""),
+        ([], {}, ""),
+    ):
+        chosen = study(metrics=metrics, published=[{**rows[0], **row}])
+        with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+            check(chosen, run.build(chosen))
 
 
 @pytest.mark.parametrize(

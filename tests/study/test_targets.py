@@ -67,6 +67,14 @@ def test_the_clients_of_a_file_have_its_samples_and_a_model_for_its_targets(form
     assert loss == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize(("sides", "kernel"), [((16, 16), True), ((15, 40), False), ((13, 17), False)])
+def test_colour_images_that_the_lenet_leaves_nothing_of_get_the_perceptron(sides, kernel, write):
+    x = RNG.integers(0, 255, (60, *sides, 3), dtype=np.uint8)
+    scenario = Scenario(dataset=write(x=x, y=np.arange(60) % 3, client=np.arange(60) // 10), partition="natural", new=0.0)
+    variables = scenario.build().task.init(jax.random.key(0))
+    assert any(leaf.ndim == 4 for leaf in jax.tree.leaves(variables)) == kernel
+
+
 def test_splits_of_a_file_are_put_together_and_images_get_a_channel(write):
     images = RNG.integers(0, 255, (60, 8, 8), dtype=np.uint8)
     y = RNG.normal(size=60)
