@@ -117,7 +117,7 @@ def fedamp(  # over 80 lines: signature and explanation of eleven options are ha
         given one is so large that mixtures are capped for sure.
       prox_weight: lambda; the proximal term has weight lambda / alpha_k.
       width: sigma of the kernel; for "cosine", the factor of the cosines.
-      relative: whether the kernel's distances are taken relative to their mean.
+      relative: with "exponential", whether the kernel's distances are taken relative to their mean.
       kernel: "exponential" (FedAMP) or "cosine" (HeurFedAMP).
       own_share: weight of a client's own model with "cosine".
 

@@ -18,7 +18,8 @@ Xu, Tong, Huang: "Personalized federated learning with feature alignment and cla
 Differs from the paper: the quadratic programmes are solved by an active-set method rather than by a general convex solver, so
 that the eigenvalue repair of the authors' code is not needed; weights below 0.001 are dropped as in their code, unless the client
 would do better with its own head alone. A class that no client of a cohort holds keeps its last centroid. The norms of the
-alignment term are divided by d, as in their code.
+alignment term are divided by d, as in their code. Centroids and variances of features are of samples without augmentation;
+their code takes them from the loader that augments.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,8 @@ AntreasAntoniou/HowToTrainYourMAMLPytorch, few_shot_learning_system.py and inner
 | v_i, importance of step i | `step_weights`, `multistep.annealed` | `[S]` |
 
 Differs from the paper: its batch norms with statistics of each step, the cosine schedule of the outer rate and the first-order
-rounds at the start are left out; clients take the place of tasks. Steps beyond S in a test take the last rate.
+rounds at the start are left out; clients take the place of tasks. The outer Adam starts afresh at every client, as in `fedmeta`;
+with `outer_at="server"` it lasts, as in the paper. Steps beyond S in a test take the last rate.
 """
 
 import jax

@@ -103,6 +103,8 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
             )
     if goal is not None and 0 < goal.value < 1 and _is_high_share(study, goal.name or found[0]):
         raise ValueError(f"stop_at={study.stop_at!r} is below 1 %: shares are in percent, so write {100 * goal.value:g}")
+    if goal is not None and goal.value > 100 and _is_high_share(study, goal.name or found[0]):
+        raise ValueError(f"stop_at={study.stop_at!r} is never reached: shares are in percent, at most 100")
     if clients.new is None and any(row.clients == NEW for row in published):
         raise ValueError(f"scenario {scenario}: a published number is of new clients, but there are none")
 

@@ -75,10 +75,10 @@ def test_a_target_of_the_main_score_with_a_store(whole, tmp_path):
 
 def test_a_target_that_nobody_reaches_changes_nothing(whole, tmp_path):
     built, free = whole
-    chosen = made(stop_at="user_accuracy=100.5")
+    chosen = made(stop_at="user_accuracy=100")
     (found,) = run.run(chosen, tmp_path, watcher=Silent(), clients=built)
     assert without_clocks([found]) == without_clocks([free])
-    assert "never reached user_accuracy=100.5" in results.lines(chosen, "pairs", built["pairs"], [found])[0].remark
+    assert "never reached user_accuracy=100" in results.lines(chosen, "pairs", built["pairs"], [found])[0].remark
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,21 @@ def test_a_goal_that_is_not_measured_is_refused_before_anything_is_trained(tmp_p
     assert not (tmp_path / "run" / "results").exists()
 
 
-@pytest.mark.parametrize("goal", [0.95, "accuracy=0.95", "f1=0.95", "user_accuracy=0.95"])
-def test_a_share_that_is_not_in_percent_is_refused_before_anything_is_trained(goal, tmp_path):
-    """Nearly every run would end at its first evaluation."""
-    with pytest.raises(ValueError, match=r"stop_at=.* is below 1 %: shares are in percent, so write 95"):
+@pytest.mark.parametrize(
+    ("goal", "words"),
+    [
+        (0.95, "is below 1 %: shares are in percent, so write 95"),
+        ("accuracy=0.95", "is below 1 %: shares are in percent, so write 95"),
+        ("f1=0.95", "is below 1 %: shares are in percent, so write 95"),
+        ("user_accuracy=0.95", "is below 1 %: shares are in percent, so write 95"),
+        (101, "is never reached: shares are in percent"),
+        ("f1=100.5", "is never reached: shares are in percent"),
+        ("user_accuracy=900", "is never reached: shares are in percent"),
+    ],
+)
+def test_a_share_that_is_not_in_percent_is_refused_before_anything_is_trained(goal, words, tmp_path):
+    """Nearly every run would end at its first evaluation, or none."""
+    with pytest.raises(ValueError, match=f"stop_at=.* {words}"):
         run.run(study(stop_at=goal, user_accuracy="train"), tmp_path / "run", watcher=Silent())
     assert not (tmp_path / "run" / "results").exists()
 
