@@ -64,9 +64,11 @@ def what_changed(line: Line, study: Study | None) -> list[str]:
 def last_commit(line: Line, place: Scenario) -> str | None:
     """The last commit of the package with the files of a line's method as they were for the line.
 
-    `None` where none of the last `OLDEST` ones has them.
+    Where none of the last `OLDEST` ones has them, it is the one that made the line; `None` where several did, or it is not to be
+    had.
     """
-    made_by = [_of_commit(commit, line.method, place) for commit in _commits(line)]
+    own = _commits(line)
+    made_by = [_of_commit(commit, line.method, place) for commit in own]
     wanted = {line.made, *(one["method"] for one in made_by if one is not None)}
     command = ["git", "-C", str(made.ROOT.parent), "log", f"-n{OLDEST}", "--format=%H", "--", made.ROOT.name]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,7 +76,7 @@ def last_commit(line: Line, place: Scenario) -> str | None:
         found = _of_commit(commit, line.method, place)
         if found is not None and found["method"] in wanted:
             return commit
-    return None
+    return own[0] if len(own) == 1 and source(own[0]) is not None else None
 
 
 def _commits(line: Line) -> list[str]:

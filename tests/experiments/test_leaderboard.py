@@ -742,7 +742,7 @@ def test_an_older_digest_is_no_change_where_the_source_shows_that(folder, lines,
     assert told(commit=f"{same}+{'0' * 40}") == [both]
 
 
-def test_the_last_commit_at_which_a_row_was_current(folder, lines, history):
+def test_the_last_commit_at_which_a_row_was_current(folder, lines, history, monkeypatch):
     """It is newer than the row's own where later code left its files as they were."""
     same, method, data = history
     (row, _), place = of(lines, "fedavg_ft"), folder[0].load().scenario("pairs")
@@ -752,6 +752,10 @@ def test_the_last_commit_at_which_a_row_was_current(folder, lines, history):
     assert rows.last_commit(mine._replace(commit=same, again=data), place) == data
     assert rows.last_commit(mine._replace(commit="unknown"), place) is None
     assert rows.last_commit(row._replace(commit="unknown"), place) == same  # the digest alone
+    monkeypatch.setattr(rows, "OLDEST", 1)  # those that made the row are older
+    assert rows.last_commit(mine._replace(commit=same), place) == same
+    assert rows.last_commit(mine._replace(commit=f"{same}+{method}"), place) is None
+    assert rows.last_commit(mine._replace(commit="0" * 40), place) is None
 
 
 def test_a_row_whose_programs_stayed_is_current_again(folder, lines, docs, monkeypatch, capsys):
