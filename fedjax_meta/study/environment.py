@@ -52,19 +52,25 @@ def cpu_model() -> str:
 
 
 def package_commit() -> dict[str, Json] | None:
-    """The commit of the package's own repository, see `commit`; `None` where it is installed without one."""
+    """The commit of the package's own repository, whose docs may differ; `None` where it is installed without one."""
     root = Path(__file__).resolve().parents[2]
-    return commit(root) if (root / ".git").exists() else None
+    return commit(root, ":(top,exclude)docs") if (root / ".git").exists() else None
 
 
-def commit(folder: Path) -> dict[str, Json] | None:
-    """The commit of a folder's git repository, and whether tracked files differ from it; `None` outside of one."""
+def commit(folder: Path, *but: str) -> dict[str, Json] | None:
+    """The commit of a folder's git repository, and whether tracked files differ from it; `None` outside of one.
+
+    Args:
+      folder: anywhere in it.
+      but: files that may differ, as exclusions of git (pathspecs).
+    """
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=30)
         return run.stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *but)
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or no commit
         return None

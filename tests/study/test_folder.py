@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -36,6 +37,26 @@ def test_run_json_says_what_was_run_and_where(finished):
 
 def test_a_folder_outside_of_git_has_no_commit(tmp_path):
     assert environment.commit(tmp_path) is None
+
+
+def test_a_commit_is_dirty_where_tracked_files_differ_but_those_that_may(tmp_path):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for name in ("docs/a.md", "code/b.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1", encoding="utf-8")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "it"]):
+        subprocess.run([*git, *words], check=True)
+
+    def dirty(*but):
+        return [environment.commit(folder, *but)["dirty"] for folder in (tmp_path, tmp_path / "code")]
+
+    but = ":(top,exclude)docs"
+    assert dirty() == dirty(but) == [False, False]
+    (tmp_path / "docs/a.md").write_text("2", encoding="utf-8")
+    (tmp_path / "code/new.py").write_text("2", encoding="utf-8")  # not tracked
+    assert dirty() == [True, True] and dirty(but) == [False, False]
+    (tmp_path / "code/b.py").write_text("2", encoding="utf-8")
+    assert dirty() == dirty(but) == [True, True]
 
 
 def test_every_client_is_in_npz_and_in_a_data_frame(finished):
