@@ -138,7 +138,7 @@ def pfedhn(  # over 80 lines: the rules share fourteen options
       batch_size: samples per step.
       personal: mask of the leaves that the hypernetwork does not generate; "head" is pFedHN-PC.
       keep_optimizer: whether the optimiser of those leaves goes on where the client's last round ended (the authors' code) or
-        starts afresh. A client whose upload is late keeps its trained leaves, but what it remembers, this too, from before.
+        starts afresh. If a client's upload is late, it keeps its trained leaves, but its optimiser's state from before the round.
       clip: largest norm of a local gradient of the generated leaves, and of what moves hypernetwork and embedding.
       new_client_steps, new_client_lr: full gradient steps (Adam) that fit a new embedding, and their rate.
 

@@ -101,10 +101,11 @@ def _check_metrics(study: Study, scenario: str, clients: Clients) -> None:
                 f"scenario {scenario}: {where} asks for accuracy, which is over all samples and needs confusion matrices: add "
                 "confusion to metrics, or take accuracy_mean, which is over clients"
             )
-    if goal is not None and 0 < goal.value < 1 and _is_high_share(study, goal.name or found[0]):
-        raise ValueError(f"stop_at={study.stop_at!r} is below 1 %: shares are in percent, so write {100 * goal.value:g}")
-    if goal is not None and goal.value > 100 and _is_high_share(study, goal.name or found[0]):
-        raise ValueError(f"stop_at={study.stop_at!r} is never reached: shares are in percent, at most 100")
+    if goal is not None and _is_high_share(study, goal.name or found[0]):
+        if 0 < goal.value < 1:
+            raise ValueError(f"stop_at={study.stop_at!r} is below 1 %: shares are in percent, so write {100 * goal.value:g}")
+        if goal.value > 100:
+            raise ValueError(f"stop_at={study.stop_at!r} is never reached: shares are in percent, at most 100")
     if clients.new is None and any(row.clients == NEW for row in published):
         raise ValueError(f"scenario {scenario}: a published number is of new clients, but there are none")
 
