@@ -84,7 +84,7 @@ NOT_RUN = {
     r"python benchmarks/static\.py .*": "it needs the extra accelerator-aot, in an environment of its own",
     r".* --log tensorboard,wandb,.*": "wandb is no extra of the package; tests/test_loggers.py",
     r"python -m experiments\.leaderboard --beside runs/mine": "it needs a full run; tests/experiments/test_leaderboard.py",
-    r".*leaderboard .*--(confirm|same-programs|count-flops|new-clients|write-docs).*": (
+    r".*leaderboard .*--(confirm|same-programs|same-start|count-flops|new-clients|write-docs).*": (
         "it takes hours; tests/experiments/test_leaderboard.py"
     ),
 }

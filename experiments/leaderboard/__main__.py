@@ -8,8 +8,8 @@
 - `--write-docs` makes docs/leaderboard/ and the page.
 - `--new-clients` and `--count-flops` add measurements that rows lack.
 - `--beside` shows where a run of one's own stands.
-- `--changed` names rows that later code may have changed. `--same-programs` finds those whose programs have stayed the same, and
-  `--confirm` trains them again.
+- `--changed` names rows that later code may have changed. `--same-programs` finds those whose programs have stayed the same,
+  `--same-start` those whose first rounds have, and `--confirm` trains them again.
 """
 
 from pathlib import Path
@@ -69,6 +69,14 @@ def main(
             "the row holds. Nothing is trained; a row takes some seconds.",
         ),
     ] = False,
+    same_start: Annotated[
+        bool,
+        typer.Option(
+            "--same-start",
+            help="Train the first eighth of the rounds of rows that later code may have changed, by this code and by that of "
+            "before. Where every client has the same scores up to rounding, the row holds. A row takes a quarter of a training.",
+        ),
+    ] = False,
     beside_: Annotated[
         Path | None,
         typer.Option(
@@ -91,6 +99,8 @@ def main(
 
     `python -m experiments.leaderboard --data-dir DIR --same-programs`
 
+    `python -m experiments.leaderboard --data-dir DIR --same-start`
+
     `python -m experiments.leaderboard --data-dir DIR --confirm`
 
     `python -m experiments.leaderboard --data-dir DIR --write-docs`
@@ -98,7 +108,7 @@ def main(
     `python -m experiments.leaderboard --beside runs/mine`
     """
     with one_line_errors(debug):
-        others = list_, write_docs, count_flops, new_clients, confirm, same, changed_, beside_ is not None
+        others = list_, write_docs, count_flops, new_clients, confirm, same, same_start, changed_, beside_ is not None
         if missing_ and any(others):
             raise ValueError("--missing says what is trained: give it alone, or with --only and --hours")
         listed = run_list.read_list(board.LIST)
@@ -123,10 +133,12 @@ def main(
         elif changed_:
             for line in changed.in_words(listed, board.read_lines()):
                 console.print(line, soft_wrap=True, markup=False)
-        elif count_flops or new_clients or confirm or same:
+        elif count_flops or new_clients or confirm or same or same_start:
             for run in chosen:
                 if same:
                     same_programs.clear(run, data_dir)
+                if same_start:
+                    same_programs.clear(run, data_dir, start=True)
                 if confirm:
                     again.confirm(run, data_dir)
                 if count_flops:

@@ -138,25 +138,51 @@ def by_its_own_code(row: Line, point: Point, data_dir: str | None = None) -> Tri
         print(f"{row.scenario}, {name}: no single commit made it", flush=True)
         return None
     with tempfile.TemporaryDirectory() as place:
-        code, out = Path(place) / "code", Path(place) / "run"
-        train = [sys.executable, "-m", "fedjax_meta", "run", *words(row, point, data_dir), "--out", str(out)]
+        code = Path(place) / "code"
         commands = [
             ["git", "clone", "--quiet", "--shared", "--no-checkout", str(made.ROOT.parent), str(code)],
             ["git", "-C", str(code), "checkout", "--quiet", row.commit],
-            train,
         ]
         for command in commands:
-            cwd = code if command is train else None
-            ended = subprocess.run(
-                command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(code)}, capture_output=True, text=True, check=False
-            )
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
             if ended.returncode:
-                last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
-                print(f"{row.scenario}, {name}: its commit cannot train it: {' '.join(last)}", flush=True)
+                print(f"{row.scenario}, {name}: its commit is not to be had: {_last_line(ended)}", flush=True)
                 return None
-        trials, _ = read_trials(out / "results" / row.scenario / f"{name}.final.json")
+        return by_code(code, words(row, point, data_dir), code)
+
+
+def by_code(code: Path, command: Sequence[str], cwd: Path | None = None) -> Trial | None:
+    """The one training that `fedjax-meta run` makes with these words (see `words`), in a process of its own.
+
+    Args:
+      code: the folder of the package to run.
+      command: the words.
+      cwd: where it runs; here if not given.
+
+    Returns:
+      The training; `None` if that code cannot make it, which is printed.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "run"
+        ended = subprocess.run(
+            [sys.executable, "-P", "-m", "fedjax_meta", "run", *command, "--out", str(out)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(code)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ended.returncode:
+            print(f"{' '.join(command[:5])}: that code cannot train it: {_last_line(ended)}", flush=True)
+            return None
+        (path,) = (out / "results").glob("*/*.final.json")
+        trials, _ = read_trials(path)
     (trial,) = trials.values()
     return trial
+
+
+def _last_line(ended: "subprocess.CompletedProcess[str]") -> str:
+    return " ".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:])
 
 
 def compared(before: Trial, after: Trial) -> Again:

@@ -1,4 +1,7 @@
-"""Finds rows whose programs later code has left as they were. Nothing is trained, so that a row takes seconds."""
+"""Finds rows that later code has left as they were: by their programs, which takes seconds a row, or by their first rounds.
+
+Programs may differ and still compute the same, e.g. when the state of the clients got one more array.
+"""
 
 import json
 import os
@@ -12,38 +15,58 @@ from experiments.leaderboard.board import Line
 from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, made
 
+START = 8
+"""The first rounds are one of so many parts of a training."""
 
-def clear(run: Run, data_dir: str | None = None) -> None:
-    """Makes committed rows of a run current again whose method's files have changed, but not their programs.
 
-    The programs of this code are compared with those of the last commit that had the files of the row. Rows whose programs differ
-    stay marked; `again.confirm` trains these.
+def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
+    """Makes committed rows of a run current again whose method's files have changed, but not what they compute.
+
+    This code is compared with the last commit that had the files of the row. Rows that differ stay marked; `again.confirm` trains
+    these.
+
+    Args:
+      run: of the list.
+      data_dir: the folder of the data sets.
+      start: train the first rounds of the row's first seed by both, and compare the scores of every client, up to rounding (see
+        `again.Again`); else compare the programs.
     """
-    study = run.load()
+    study, what = run.load(), "first rounds" if start else "programs"
     by_commit: dict[str | None, list[Line]] = {}
     for row, *_ in board.rows_that_lack(run, study, lambda rows: changed.METHOD in changed.what_changed(rows[0], study)):
         by_commit.setdefault(changed.last_commit(row, study.scenario(row.scenario)), []).append(row)
     for commit, rows in by_commit.items():
-        for row, same in zip(rows, _same(commit, rows, study, data_dir), strict=True):
-            if same:
-                board.rewrite(row, made=made.digests(row.method, study.scenario(row.scenario))["method"])
-            words = "the same programs as at" if same else "OTHER PROGRAMS, or none to compare, than at"
-            print(f"{row.scenario}, {row.system}: {words} {(commit or 'no commit')[:12]}", flush=True)
+        for some in [[row] for row in rows] if start else [rows]:  # a row that takes minutes is written when it is done
+            for row, same in zip(some, _same(commit, some, study, data_dir, start), strict=True):
+                if same:
+                    board.rewrite(row, made=made.digests(row.method, study.scenario(row.scenario))["method"])
+                words = f"the same {what} as at" if same else f"OTHER {what.upper()}, or none to compare, than at"
+                print(f"{row.scenario}, {row.system}: {words} {(commit or 'no commit')[:12]}", flush=True)
 
 
-def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str | None) -> list[bool]:
-    """Whether this code gives each row the programs that a commit gave it."""
-    if commit is None:
+def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str | None, start: bool) -> list[bool]:
+    """Whether this code gives each row what a commit gave it."""
+    package = None if commit is None else changed.source(commit)
+    if package is None:
         return [False] * len(rows)
     commands = [again.words(row, board.chosen(row, study.systems[row.system]), data_dir) for row in rows]
-    before, now = (_digests(source, commands) for source in (changed.source(commit), made.ROOT))
+    if start:
+        first = str(max(1, study.rounds // START))
+        return [
+            _same_start(package, [*words, "--set", f"rounds={first}", "--set", f"eval_every={first}"]) for words in commands
+        ]
+    before, now = (_digests(source, commands) for source in (package, made.ROOT))
     return [bool(old) and old == new for old, new in zip(before, now, strict=True)]
 
 
-def _digests(package: Path | None, commands: Sequence[Sequence[str]]) -> list[str]:
-    """See `programs`; an empty one where the source is not to be had, or gives no programs."""
-    if package is None:
-        return [""] * len(commands)
+def _same_start(package: Path, words: Sequence[str]) -> bool:
+    """Whether two versions of the code give a training the same scores."""
+    before, now = (again.by_code(source.parent, words) for source in (package, made.ROOT))
+    return before is not None and now is not None and again.compared(before, now).alike
+
+
+def _digests(package: Path, commands: Sequence[Sequence[str]]) -> list[str]:
+    """See `programs`; an empty one where the source gives no programs."""
     ended = subprocess.run(
         [sys.executable, "-P", programs.__file__],
         env={**os.environ, "PYTHONPATH": str(package.parent)},

@@ -801,7 +801,35 @@ def test_programs_are_compared_with_what_they_are_given(tmp_path):
     other = "def train_epochs(key, *rest, **how):\n    return _fit(jax.random.fold_in(key, 1), *rest, **how)\n"
     path.write_text(f"{before}\n_fit = train_epochs\n\n\n{other}", encoding="utf-8")
     assert same_programs._digests(package, commands[:1]) != [first]
-    assert same_programs._digests(None, commands[:1]) == [""]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "holds"), [(1, 1, True), (1, 1 + 1e-6, True), (1, 1.01, False), (None, 1, False), (1, None, False)]
+)
+def test_a_row_whose_first_rounds_stayed_is_current_again(
+    before, now, holds, folder, lines, docs, tmp_path, monkeypatch, capsys
+):
+    listed, _ = folder
+    (docs / "raw").mkdir()
+    commit([line._replace(made="0" * 16, commit="unknown") for line in lines if line.system == "fedavg_ft"])
+    monkeypatch.setattr(rows, "last_commit", lambda *_: "c" * 40)
+    monkeypatch.setattr(rows, "source", lambda _: tmp_path / "fedjax_meta")
+    asked = []
+
+    def by_code(code, words):
+        asked.append((code, words))
+        by = before if code == tmp_path else now
+        tests = {"known": {"loss": [1.0] if by is None else [by], "scores": {}}}
+        return None if by is None else tuning.Trial({}, 1, [{"round": 1, "tests": tests}], None)
+
+    monkeypatch.setattr(again, "by_code", by_code)
+    same_programs.clear(listed, start=True)
+    words = "the same first rounds as at" if holds else "OTHER FIRST ROUNDS, or none to compare, than at"
+    assert f"pairs, fedavg_ft: {words} cccccccccccc" in capsys.readouterr().out
+    assert [row.system for row, _ in rows.rows([listed], board.read_lines())] == ([] if holds else ["fedavg_ft"])
+    assert [code for code, _ in asked] == [tmp_path, made.ROOT.parent]
+    study = listed.load()
+    assert all(words[-4:] == ["--set", "rounds=1", "--set", "eval_every=1"] for _, words in asked) and study.rounds < 16
 
 
 # Rows that still hold.
