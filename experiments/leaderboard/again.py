@@ -55,6 +55,11 @@ class Again(NamedTuple):
         near = all(gap <= most for gap, most in zip(self.apart[first:], ROUNDING, strict=False))
         return self.same or (self.scored_alike and near)
 
+    @property
+    def gaps(self) -> str:
+        """How far the losses are apart, in words."""
+        return ", ".join(f"{gap:.0e}" for gap in self.apart)
+
 
 def confirm(run: Run, data_dir: str | None = None) -> None:
     """Trains the first seed of each committed row of a run that other code made, and says what comes out.
@@ -86,7 +91,7 @@ def _in_words(found: Again | None) -> str:
     if found is None:
         return "OTHER NUMBERS, and nothing to hold them against"
     if not found.alike:
-        return f"CHANGED by the code; losses apart {', '.join(f'{gap:.0e}' for gap in found.apart)}"
+        return f"CHANGED by the code; losses apart {found.gaps}"
     return f"as by its own commit on this machine{'' if found.same else ', up to rounding'}"
 
 

@@ -16,7 +16,7 @@ from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, made
 
 START = 8
-"""The first rounds are one of so many parts of a training."""
+"""The first rounds are one of so many parts of a training. All of them are tested, since training amplifies rounding fast."""
 
 
 def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
@@ -37,32 +37,33 @@ def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
         by_commit.setdefault(changed.last_commit(row, study.scenario(row.scenario)), []).append(row)
     for commit, rows in by_commit.items():
         for some in [[row] for row in rows] if start else [rows]:  # a row that takes minutes is written when it is done
-            for row, same in zip(some, _same(commit, some, study, data_dir, start), strict=True):
+            for row, (same, more) in zip(some, _same(commit, some, study, data_dir, start), strict=True):
                 if same:
                     board.rewrite(row, made=made.digests(row.method, study.scenario(row.scenario))["method"])
                 words = f"the same {what} as at" if same else f"OTHER {what.upper()}, or none to compare, than at"
-                print(f"{row.scenario}, {row.system}: {words} {(commit or 'no commit')[:12]}", flush=True)
+                print(f"{row.scenario}, {row.system}: {words} {(commit or 'no commit')[:12]}{more}", flush=True)
 
 
-def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str | None, start: bool) -> list[bool]:
-    """Whether this code gives each row what a commit gave it."""
+def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str | None, start: bool) -> list[tuple[bool, str]]:
+    """Whether this code gives each row what a commit gave it, and more words about that."""
     package = None if commit is None else changed.source(commit)
     if package is None:
-        return [False] * len(rows)
+        return [(False, "")] * len(rows)
     commands = [again.words(row, board.chosen(row, study.systems[row.system]), data_dir) for row in rows]
     if start:
         first = str(max(1, study.rounds // START))
-        return [
-            _same_start(package, [*words, "--set", f"rounds={first}", "--set", f"eval_every={first}"]) for words in commands
-        ]
+        return [_same_start(package, [*words, "--set", f"rounds={first}", "--set", "eval_every=1"]) for words in commands]
     before, now = (_digests(source, commands) for source in (package, made.ROOT))
-    return [bool(old) and old == new for old, new in zip(before, now, strict=True)]
+    return [(bool(old) and old == new, "") for old, new in zip(before, now, strict=True)]
 
 
-def _same_start(package: Path, words: Sequence[str]) -> bool:
-    """Whether two versions of the code give a training the same scores."""
+def _same_start(package: Path, words: Sequence[str]) -> tuple[bool, str]:
+    """Whether two versions of the code give a training the same scores, and how far its losses are apart after each round."""
     before, now = (again.by_code(source.parent, words) for source in (package, made.ROOT))
-    return before is not None and now is not None and again.compared(before, now).alike
+    if before is None or now is None:
+        return False, ""
+    found = again.compared(before, now)
+    return found.alike, f"; losses apart {found.gaps}"
 
 
 def _digests(package: Path, commands: Sequence[Sequence[str]]) -> list[str]:

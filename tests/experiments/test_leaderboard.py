@@ -825,7 +825,8 @@ def test_a_row_whose_first_rounds_stayed_is_current_again(
     monkeypatch.setattr(again, "by_code", by_code)
     same_programs.clear(listed, start=True)
     words = "the same first rounds as at" if holds else "OTHER FIRST ROUNDS, or none to compare, than at"
-    assert f"pairs, fedavg_ft: {words} cccccccccccc" in capsys.readouterr().out
+    gaps = "" if None in (before, now) else f"; losses apart {again.Again(False, [now - before]).gaps}"
+    assert f"pairs, fedavg_ft: {words} cccccccccccc{gaps}\n" in capsys.readouterr().out
     assert [row.system for row, _ in rows.rows([listed], board.read_lines())] == ([] if holds else ["fedavg_ft"])
     assert [code for code, _ in asked] == [tmp_path, made.ROOT.parent]
     study = listed.load()
