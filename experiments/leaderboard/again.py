@@ -156,13 +156,14 @@ def by_its_own_code(row: Line, point: Point, data_dir: str | None = None) -> Tri
         return by_code(code, words(row, point, data_dir), code)
 
 
-def by_code(code: Path, command: Sequence[str], cwd: Path | None = None) -> Trial | None:
+def by_code(code: Path, command: Sequence[str], cwd: Path | None = None, float64: bool = False) -> Trial | None:
     """The one training that `fedjax-meta run` makes with these words (see `words`), in a process of its own.
 
     Args:
       code: the folder of the package to run.
       command: the words.
       cwd: where it runs; here if not given.
+      float64: whether to compute in float64.
 
     Returns:
       The training; `None` if that code cannot make it, which is printed.
@@ -172,7 +173,7 @@ def by_code(code: Path, command: Sequence[str], cwd: Path | None = None) -> Tria
         ended = subprocess.run(
             [sys.executable, "-P", "-m", "fedjax_meta", "run", *command, "--out", str(out)],
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(code)},
+            env={**os.environ, "PYTHONPATH": str(code), **({"JAX_ENABLE_X64": "1"} if float64 else {})},
             capture_output=True,
             text=True,
             check=False,

@@ -15,8 +15,8 @@ from experiments.leaderboard.board import Line
 from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, made
 
-START = 8
-"""The first rounds are one of so many parts of a training. All of them are tested, since training amplifies rounding fast."""
+START = 20
+"""The first rounds are one of so many parts of a training."""
 
 
 def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
@@ -29,7 +29,7 @@ def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
       run: of the list.
       data_dir: the folder of the data sets.
       start: train the first rounds of the row's first seed by both, and compare the scores of every client, up to rounding (see
-        `again.Again`); else compare the programs.
+        `again.Again`), in float64, where training amplifies rounding to less; else compare the programs.
     """
     study, what = run.load(), "first rounds" if start else "programs"
     by_commit: dict[str | None, list[Line]] = {}
@@ -51,7 +51,7 @@ def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str 
         return [(False, "")] * len(rows)
     commands = [again.words(row, board.chosen(row, study.systems[row.system]), data_dir) for row in rows]
     if start:
-        first = str(max(1, study.rounds // START))
+        first = str(max(2, study.rounds // START))
         return [_same_start(package, [*words, "--set", f"rounds={first}", "--set", "eval_every=1"]) for words in commands]
     before, now = (_digests(source, commands) for source in (package, made.ROOT))
     return [(bool(old) and old == new, "") for old, new in zip(before, now, strict=True)]
@@ -59,7 +59,7 @@ def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str 
 
 def _same_start(package: Path, words: Sequence[str]) -> tuple[bool, str]:
     """Whether two versions of the code give a training the same scores, and how far its losses are apart after each round."""
-    before, now = (again.by_code(source.parent, words) for source in (package, made.ROOT))
+    before, now = (again.by_code(source.parent, words, float64=True) for source in (package, made.ROOT))
     if before is None or now is None:
         return False, ""
     found = again.compared(before, now)

@@ -339,8 +339,8 @@ def fedmeta(  # over 80 lines: half of them explain the arguments of the whole m
         them, is averaged over the cohort and goes on too (FedAvg-Adam). Averaged second moments may turn negative under `noise`
         or `sparsify`; then a client's model is not finite, and it is left out.
       outer_at: "client" (FedMeta-Per: the client steps and sends its model) or "server": the client sends the gradient, and
-        `outer_optimizer(outer_lr)` at the server descends it; its state lasts from round to round. Personal leaves still step at
-        the client.
+        `outer_optimizer(outer_lr)` at the server descends it; its state lasts from round to round. The federation's
+        `server_optimizer`, if given, replaces it. Personal leaves still step at the client, by `outer_optimizer(outer_lr)`.
       server_sum: with `outer_at="server"`, add the clients' gradients up instead of taking their mean.
       batch_size: adaptation goes through batches of this size; `None` takes full-batch steps, in which batch norm has the
         statistics of each chunk of the view, see `ClientView.full`.

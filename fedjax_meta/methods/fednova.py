@@ -66,7 +66,7 @@ def fednova(
       prox_weight: mu >= 0, how strongly local models are pulled back to the server's; not at all when not given.
 
     Raises:
-      ValueError: an option out of range, `lr * prox_weight` of 1 or more: updates would then have no positive normaliser.
+      ValueError: an option out of range, `lr * prox_weight` of 1 or more: a step would pull a model beyond the server's.
     """
     if momentum is not None:
         checks.share("momentum", momentum)

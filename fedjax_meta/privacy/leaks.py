@@ -2,8 +2,8 @@
 
 The client rule is traced once, and the dependence on inputs and labels is followed through its operations (`dependence`). It
 ends at a private gradient (`samples.private_gradient`), whose noise covers its batch if nothing else that it reads depends on
-samples. The number of samples of each client counts as public. That rows of a batch are samples, and not mixtures of them, is not
-followed.
+samples. The number of samples of each client counts as public. Two things are not followed: that rows of a batch are samples, and
+not mixtures of them, and that samples do not decide which rows a batch has.
 """
 
 from functools import partial

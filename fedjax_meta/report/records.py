@@ -146,7 +146,10 @@ class Kind(NamedTuple):
         return max(range(len(values)), key=lambda i: sign * values[i] if math.isfinite(values[i]) else -math.inf)
 
     def worst_tenth(self, values: np.ndarray) -> float:
-        """The mean over the tenth of the clients `[N]` with the worst scores, at least one; NaN if a score is not finite."""
+        """The mean over the N / 10 clients `[N]` with the worst scores; NaN if a score is not finite.
+
+        N / 10 is rounded, halves to the even number, and at least 1.
+        """
         if not np.isfinite(values).all():
             return math.nan
         count = max(1, round(len(values) / 10))

@@ -816,8 +816,9 @@ def test_a_row_whose_first_rounds_stayed_is_current_again(
     monkeypatch.setattr(rows, "source", lambda _: tmp_path / "fedjax_meta")
     asked = []
 
-    def by_code(code, words):
+    def by_code(code, words, float64):
         asked.append((code, words))
+        assert float64
         by = before if code == tmp_path else now
         tests = {"known": {"loss": [1.0] if by is None else [by], "scores": {}}}
         return None if by is None else tuning.Trial({}, 1, [{"round": 1, "tests": tests}], None)
@@ -830,7 +831,7 @@ def test_a_row_whose_first_rounds_stayed_is_current_again(
     assert [row.system for row, _ in rows.rows([listed], board.read_lines())] == ([] if holds else ["fedavg_ft"])
     assert [code for code, _ in asked] == [tmp_path, made.ROOT.parent]
     study = listed.load()
-    assert all(words[-4:] == ["--set", "rounds=1", "--set", "eval_every=1"] for _, words in asked) and study.rounds < 16
+    assert all(words[-4:] == ["--set", "rounds=2", "--set", "eval_every=1"] for _, words in asked) and study.rounds < 40
 
 
 # Rows that still hold.

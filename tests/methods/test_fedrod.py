@@ -89,12 +89,22 @@ def test_a_new_client_predicts_as_the_generic_model_does():
 def test_with_a_hypernetwork_heads_follow_from_class_shares_alone():
     algorithm = fedrod(classes=3)
     state = run(algorithm, 8)
-    assert not jax.tree.leaves(state.personal)
     by_train = personalized(algorithm, state, 1, "train")
     new = personalized(algorithm, state, None, "train", of_client=1)
     assert problems.leaves_equal(by_train, new)
     assert problems.distance(by_train.personal, personalized(algorithm, state, 5, "train").personal) > 1e-6
     assert problems.distance(start(algorithm).model.hyper["out"], state.model.hyper["out"]) > 1e-4
+
+
+def test_with_a_hypernetwork_a_client_keeps_the_shares_of_its_train_samples():
+    """Those of its support set at test may differ; a client that never trained has no others."""
+    algorithm = fedrod(classes=3)
+    state = run(algorithm, 8)
+    train, support = (np.bincount(batch(1, name).y, minlength=3) for name in ("train", "test_support"))
+    assert not np.allclose(train / train.sum(), support / support.sum())
+    assert problems.leaves_equal(personalized(algorithm, state, 1, "test_support"), personalized(algorithm, state, 1, "train"))
+    new = [personalized(algorithm, state, None, name, of_client=1) for name in ("test_support", "train")]
+    assert problems.distance(*(model.personal for model in new)) > 1e-6
 
 
 def test_wrong_arguments_are_named():
