@@ -73,7 +73,7 @@ def main(
         bool,
         typer.Option(
             "--same-start",
-            help="Train the first rounds of rows that later code may have changed, by this code and by that of before, in "
+            help="Train the first two rounds of rows that later code may have changed, by this code and by that of before, in "
             "float64. Where every client has the same scores up to rounding, the row holds. A row takes minutes.",
         ),
     ] = False,

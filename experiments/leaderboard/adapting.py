@@ -15,6 +15,9 @@ from fedjax_meta.study.system import System
 CLOSE = 1.0
 """Points that count as no loss."""
 
+NO_GRADIENT = ("fedem",)
+"""Methods whose new clients take steps, but none along a gradient: FedEM's find shares of the models."""
+
 SHOWN = (1, 5, 20, 0)
 """Numbers of samples in the first table; 0 for all."""
 
@@ -23,13 +26,19 @@ Scores = dict[str, dict[int, dict[int, float]]]
 """By system, number (0 for all) and seed."""
 
 
-def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Sequence[Tested]]) -> list[str]:
+def section(
+    found: Board,
+    systems: Mapping[str, System],
+    tested: Mapping[str, Sequence[Tested]],
+    unsound: Mapping[str, Collection[str]],
+) -> list[str]:
     """The lines of the section.
 
     Args:
       found: the rows of each scenario.
       systems: of the studies.
       tested: of each scenario.
+      unsound: the systems of each scenario that comparisons should not rest on.
     """
     there = [scenario for scenario in found if scenario in tested]
     if not there:
@@ -37,15 +46,14 @@ def section(found: Board, systems: Mapping[str, System], tested: Mapping[str, Se
     tables = _Tables()
     for scenario in there:
         mine = [one for one in tested[scenario] if one.system in found[scenario]]
-        tables.add(scenario, found[scenario], systems, mine)
+        tables.add(scenario, found[scenario], systems, mine, unsound[scenario])
     text = [
         "The best systems that take no gradient before they are tested and the best that do, by the number of samples that a new "
         "client has to adapt on, beside a client that trains by itself. How many of those that adapt are better or worse than "
-        f"FedAvg's model as it is, of all and of those inside their grids; {gaps.END} the best value stands at an end of the "
-        f"grid.{_of_tested(found, tested)}",
+        f"FedAvg's model as it is, of all and of sound pairs; {gaps.END} not sound.{_of_tested(found, tested)}",
         "",
-        "For these tests the chosen point was trained again. Where that went a little differently, scores with all samples are "
-        "not those of the rows.",
+        f"For these tests the chosen point was trained again. Where that went differently, scores with all samples are not those "
+        f"of the rows.{_apart(found, tested)}",
         "",
     ]
     return text + tables.text()
@@ -71,19 +79,33 @@ class _Tables:
     enough: list[list[str]] = dataclasses.field(default_factory=list)
 
     def add(
-        self, scenario: str, found: Mapping[str, Sequence[Line]], systems: Mapping[str, System], tested: Sequence[Tested]
+        self,
+        scenario: str,
+        found: Mapping[str, Sequence[Line]],
+        systems: Mapping[str, System],
+        tested: Sequence[Tested],
+        ends: Collection[str],
     ) -> None:
-        """Adds a scenario, with its rows and its tests of new clients."""
+        """Adds a scenario, with its rows, its tests of new clients, and the systems that are marked."""
         kind = next(iter(found.values()))[0].kind
         samples, passes = _by_samples(tested), _by_passes(tested)
-        adapt = [name for name in samples if newcomers.adapts_by(systems[name])[0] and systems[name].method != LOCAL]
+        adapt = [
+            name
+            for name in samples
+            if newcomers.adapts_by(systems[name])[0] and systems[name].method not in (LOCAL, *NO_GRADIENT)
+        ]
         plain = [name for name in samples if name not in adapt and systems[name].method != LOCAL and not systems[name].pooled]
         numbers = sorted({number for some in samples.values() for number in some}, key=_in_order)
-        longest = max(_means(passes.get(LOCAL, {}), kind).items(), key=lambda item: item[1], default=None)
-        ends = {name for name, lines in found.items() if lines[0].edge}
+        alone = [
+            (mean, -number, name)
+            for name, of_numbers in passes.items()
+            if systems[name].method == LOCAL
+            for number, mean in _means(of_numbers, kind).items()
+        ]
         self.rows.extend(_row(scenario, number, samples, adapt, plain, kind, ends) for number in SHOWN if number in numbers)
-        if longest is not None:
-            self.alone.append(f"{scenario} {kind.text(abs(longest[1]))} ({longest[0]} passes)")
+        if alone:
+            mean, number, name = max(alone)
+            self.alone.append(f"{scenario} {kind.text(abs(mean))} ({name}, {-number} passes)")
         if _rate(found, "fedavg") == _rate(found, "fedavg_ft"):
             self.tuned.extend(_fine_tuning(scenario, numbers, samples, kind, ends))
         else:
@@ -94,11 +116,12 @@ class _Tables:
 
     def text(self) -> list[str]:
         """The tables with the sentences between them."""
-        counted = [BETTER, OPEN, WORSE, *(f"{word}, inside" for word in (BETTER, OPEN, WORSE))]
+        counted = [BETTER, OPEN, WORSE, *(f"{word}, sound" for word in (BETTER, OPEN, WORSE))]
         headings = ["scenario", "samples", "best without a gradient", "best that adapts", *counted, LOCAL]
         text = [report.markdown_table(headings, self.rows, text_columns=1), ""]
         if self.alone:
-            text += [f"By the best number of passes over all samples, {LOCAL} reaches: {'; '.join(self.alone)}.", ""]
+            words = "By the best number of passes over all samples that was tested, clients that train alone reach"
+            text += [f"{words}: {'; '.join(self.alone)}.", ""]
         if self.tuned:
             headings = ["scenario", "fine-tuning is worse", "undecided", "better"]
             text += [
@@ -123,8 +146,8 @@ class _Tables:
         return [
             *text,
             f"By system: the passes, and the samples, that bring it within {CLOSE:g} point of its own best, and the number of "
-            f"samples from which on it stays better than {LOCAL} with as many. Systems whose new clients take the model as it is "
-            "are left out.",
+            f"samples from which on its mean stays above that of {LOCAL} with as many. Left out are systems whose new clients "
+            "take the model as it is.",
             "",
             *board.folded("The table", [report.markdown_table(headings, self.enough, text_columns=2)]),
         ]
@@ -176,7 +199,7 @@ def _row(
     found = [_gap(name, "fedavg", samples[name][number], as_it_is, kind, ends) for name in adapt if number in samples[name]]
     alone = samples.get(LOCAL, {}).get(number, {})
     local = kind.text(float(np.mean(list(alone.values())))) if alone else ""
-    counted = [*gaps.counts(found), *gaps.counts(gaps.inside(found))]
+    counted = [*gaps.counts(found), *gaps.counts(gaps.sound(found))]
     return [scenario, str(number or "all"), best(plain), best(adapt), *map(str, counted), local]
 
 
@@ -185,11 +208,27 @@ def _gap(
 ) -> Gap | None:
     """The difference of two systems' scores by seed."""
     found = gaps.between(one, other, kind)
-    return None if found is None else found._replace(at_end=bool({first, second} & {*ends}))
+    return None if found is None else found._replace(sound=not {first, second} & {*ends})
 
 
 def _marked(name: str, ends: Collection[str]) -> str:
     return f"{name} {gaps.END}" if name in ends else name
+
+
+def _apart(found: Board, tested: Mapping[str, Sequence[Tested]]) -> str:
+    """By how much means of these tests with all samples and of the rows differ at most, in words."""
+    words = []
+    for scenario, systems in found.items():
+        kind, gap = next(iter(systems.values()))[0].kind, {}
+        for name, lines in systems.items():
+            scores = [one.score for one in tested.get(scenario, ()) if (one.system, one.samples, one.option) == (name, 0, "")]
+            moved = abs(float(np.mean(scores)) - float(np.mean([line.new for line in lines]))) if scores else np.nan
+            if np.isfinite(moved):
+                gap[name] = moved
+        most = max(gap, key=lambda name: gap[name], default="")
+        if most and gap[most] > 0.005:
+            words.append(f"{scenario} {kind.text(gap[most])} ({most})")
+    return f" Means differ by at most: {'; '.join(words)}." if words else ""
 
 
 def _of_tested(found: Board, tested: Mapping[str, Sequence[Tested]]) -> str:

@@ -390,6 +390,7 @@ def kept(fresh: Sequence[Line], committed: Iterable[Line]) -> list[Line]:
     """Fresh lines with what was found out later about committed ones of the same training: FLOPs, and which code gives it too.
 
     Where other code trained a committed row again with the same results for all seeds, that row stays, and is confirmed by it.
+    Then the fresh line says how it compares with local training.
     """
     rows = _by_row(committed)
     known: dict[tuple[tuple[str, str], int], tuple[Line, bool]] = {}
@@ -404,8 +405,9 @@ def kept(fresh: Sequence[Line], committed: Iterable[Line]) -> list[Line]:
             confirmed = {name: getattr(old, name) for name in ("again", "moved", "made", "runner")} if old.again else {}
             return line._replace(flops=old.flops, **confirmed)
         if old is not None and same:
-            now = {name: getattr(line, name) for name in ("tried", "edge", "extend", "made", "runner")}
-            return old._replace(again=line.commit, moved=NAN, **now)
+            names = ("tried", "edge", "extend", "made", "runner")
+            beside = () if math.isnan(line.behind) else ("behind", "target", "reached")
+            return old._replace(again=line.commit, moved=NAN, **{name: getattr(line, name) for name in (*names, *beside)})
         return line
 
     return list(map(with_later, fresh))
@@ -423,6 +425,21 @@ def worth(lines: Sequence[Line], group: str = "known") -> float:
     """The mean over seeds of a system's score, the more the better; minus infinity where it is not finite."""
     mean = float(np.mean([getattr(line, group) for line in lines]))
     return (mean if lines[0].kind.higher_is_better else -mean) if math.isfinite(mean) else -math.inf
+
+
+def constant(lines: Iterable[Line]) -> list[Line]:
+    """The lines of a scenario for clients that always predict what is most frequent among their samples."""
+    return [line for line in lines if not line.method and line.system != baselines.UNTRAINED]
+
+
+def not_above_constant(lines: Sequence[Line]) -> dict[str, list[str]]:
+    """The systems of a scenario whose mean is not above that of a constant prediction, and on which clients ("known", "new")."""
+    least, found = constant(lines), {}
+    for system, mine in by_system(line for line in lines if line.method).items():
+        behind = [group for group in ("known", "new") if least and -math.inf < worth(mine, group) <= worth(least, group)]
+        if behind:
+            found[system] = behind
+    return found
 
 
 def _by_row(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:

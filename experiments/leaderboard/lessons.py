@@ -5,13 +5,13 @@ Rows of a study other than the one in this folder are left out: they do not have
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import yaml
 
-from experiments.leaderboard import adapting, board, gaps
+from experiments.leaderboard import adapting, board, gaps, newcomers
 from experiments.leaderboard.board import Line
 from experiments.leaderboard.gaps import Gap
 from experiments.leaderboard.newcomers import Tested
@@ -20,6 +20,7 @@ from experiments.reproduce import run_list
 from experiments.reproduce.run_list import Run
 from fedjax_meta import report
 from fedjax_meta.study import Study
+from fedjax_meta.study.system import System
 
 PAGE = board.DOCS / "leaderboard_lessons.md"
 ORDERINGS = board.HERE / "orderings.yaml"
@@ -57,6 +58,9 @@ REFERENCES = ["fedavg_ft", "fedavg"]
 Board = Mapping[str, Mapping[str, Sequence[Line]]]
 """By scenario and system: a line for each seed."""
 
+Unsound = Mapping[str, Collection[str]]
+"""By scenario, the systems that comparisons should not rest on, see `_left_out`."""
+
 
 def page(
     listed: Sequence[Run], lines: Mapping[str, Sequence[Line]], tested: Mapping[str, Sequence[Tested]] | None = None
@@ -70,9 +74,13 @@ def page(
     studies = [run.load() for run in listed]
     found = current(studies, lines)
     systems = {name: system for study in studies for name, system in study.systems.items()}
-    text = ["## When second order pays", "", *_second_order(found), "## When meta-learning pays", "", *_meta_learning(found)]
-    text += ["## What new clients need", "", *adapting.section(found, systems, tested or {})]
-    text += ["## Which published orderings survive", "", *_orderings(found)]
+    nothing = {scenario: _learned_nothing(lines[scenario], of, systems) for scenario, of in found.items()}
+    unsound = {scenario: {*nothing[scenario], *(name for name in of if of[name][0].edge)} for scenario, of in found.items()}
+    text = ["## What the counts leave out", "", *_left_out(found, lines, nothing)]
+    text += ["## When second order pays", "", *_second_order(found, unsound)]
+    text += ["## When meta-learning pays", "", *_meta_learning(found, unsound)]
+    text += ["## What new clients need", "", *adapting.section(found, systems, tested or {}, unsound)]
+    text += ["## Which published orderings survive", "", *_orderings(found, unsound)]
     text += ["## What rounding does", "", *_rounding(found), "## What was not run", ""]
     return "\n".join([*text, *_not_run(dict(zip((run.name for run in listed), studies, strict=True)), lines, found)])
 
@@ -127,17 +135,19 @@ class _Compared(NamedTuple):
 
 
 def _marked(one: Gap | None) -> str:
-    return "" if one is None else one.words + f" {gaps.END}" * one.at_end
+    return "" if one is None else one.words + f" {gaps.END}" * (not one.sound)
 
 
-def _compared(found: Board, pairs: Sequence[tuple[str, str, str]]) -> _Compared:
+def _compared(found: Board, pairs: Sequence[tuple[str, str, str]], unsound: Unsound) -> _Compared:
     by_pair: dict[str, dict[str, list[Gap | None]]] = {}
     flops: dict[str, list[float]] = {}
     for title, first, second in pairs:
         for scenario, systems in found.items():
             if first in systems and second in systems:
                 one, other = systems[first], systems[second]
-                by_pair.setdefault(title, {})[scenario] = [gaps.of_lines(one, other, name) for name in GROUPS]
+                by_pair.setdefault(title, {})[scenario] = [
+                    gaps.of_lines(one, other, name, unsound[scenario]) for name in GROUPS
+                ]
                 ratio = _ratio(systems, first, second)
                 flops.setdefault(title, []).extend([ratio] if np.isfinite(ratio) else [])
     return _Compared(by_pair, flops)
@@ -155,34 +165,80 @@ def _said(some: Iterable[Gap | None]) -> tuple[int, int, int, int]:
     return better + undecided + worse, better, worse, undecided
 
 
-def _inside(some: Iterable[Gap | None], better: str) -> str:
-    """The same of pairs inside their grids, in a sentence."""
-    count, up, down, undecided = _said(gaps.inside(some))
-    return (
-        f"Where neither system's best value stands at an end of its grid, {up} of {count} {better}, {down} that it is worse, and "
-        f"{undecided} contain 0."
-    )
+def _sound(some: Iterable[Gap | None], better: str) -> str:
+    """The same of sound pairs, in a sentence."""
+    count, up, down, undecided = _said(gaps.sound(some))
+    return f"Of sound pairs, {up} of {count} {better}, {down} that it is worse, and {undecided} contain 0."
 
 
 def _counts(some: Iterable[Gap | None]) -> list[str]:
-    """Better, undecided and worse, of all pairs and of those inside their grids."""
+    """Better, undecided and worse, of all pairs and of sound ones."""
     there = list(some)
-    return [*map(str, gaps.counts(there)), *map(str, gaps.counts(gaps.inside(there)))]
+    return [*map(str, gaps.counts(there)), *map(str, gaps.counts(gaps.sound(there)))]
 
 
 def _twice(words: Sequence[str]) -> list[str]:
     """The headings of `_counts`."""
-    return [*words, *(f"{word}, inside" for word in words)]
+    return [*words, *(f"{word}, sound" for word in words)]
 
 
 COUNTED = _twice([gaps.BETTER, gaps.OPEN, gaps.WORSE])
-INSIDE = (
-    'Tables count twice: all pairs, and those "inside", in which neither system\'s best value stands at an end of its grid.'
-)
 
 
-def _second_order(found: Board) -> list[str]:
-    every = _compared(found, SECOND_ORDER)
+def _learned_nothing(
+    lines: Sequence[Line], found: Mapping[str, Sequence[Line]], systems: Mapping[str, System]
+) -> dict[str, list[str]]:
+    """The systems that adapt to a client and yet are not above a constant prediction, and on which clients.
+
+    A model that all clients share is no such system: it does not know which classes a client has, and the constant does.
+    """
+    behind = board.not_above_constant(lines)
+    return {name: behind[name] for name in found if name in behind and newcomers.adapts_by(systems[name])[0]}
+
+
+def _left_out(
+    found: Board, lines: Mapping[str, Sequence[Line]], nothing: Mapping[str, Mapping[str, Sequence[str]]]
+) -> list[str]:
+    """What a sound pair is, which systems learned nothing, and which have no score."""
+    text = [
+        f"Tables count twice: all pairs of systems, and those that are sound. A pair is not sound ({gaps.END}) if the best value "
+        "of one of the two stands at an end of its grid, or if one of the two adapts and yet learned nothing: on known or on new "
+        "clients, its mean is not above that of a constant prediction, which is for each client what is most frequent there.",
+        "",
+    ]
+    rows = []
+    for scenario in found:
+        least = board.constant(lines[scenario])
+        for group in GROUPS:
+            names = [name for name, groups in nothing[scenario].items() if group in groups]
+            if names:
+                rows.append([scenario, group, least[0].kind.text(getattr(least[0], group)), ", ".join(names)])
+    if rows:
+        text += ["Systems that learned nothing:", ""]
+        text += [report.markdown_table(["scenario", "clients", "constant prediction", "systems"], rows, text_columns=4), ""]
+    lost = [
+        f"{name} on {scenario}"
+        for scenario, systems in found.items()
+        for name, mine in systems.items()
+        if any(line.diverged for line in mine)
+    ]
+    if lost:
+        text += [
+            "A system that diverged has no score, even if only one of its known clients has no finite loss, in one seed. No "
+            f"count below has it: {', '.join(lost)}.",
+            "",
+        ]
+    return text
+
+
+def _by_chance(some: Sequence[Gap | None]) -> str:
+    """How many intervals would not contain 0 if all systems were equal."""
+    count, *_ = _said(some)
+    return f" If the systems of all pairs were equal, about {0.05 * count:.0f} of {count} intervals would leave out 0."
+
+
+def _second_order(found: Board, unsound: Unsound) -> list[str]:
+    every = _compared(found, SECOND_ORDER, unsound)
     if not every.gaps:
         return ["Nothing was run yet.", ""]
     pairs = [pair[1:] for pair in SECOND_ORDER]
@@ -194,10 +250,8 @@ def _second_order(found: Board) -> list[str]:
         f"Of {{}} intervals {words}, {{}} say that the second order is better, {{}} that it is worse, and {{}} contain 0.".format(
             *_said(every.all())
         )
-        + f" {_inside(every.all(), 'say that the second order is better')} "
-        "The other pairs might turn out differently with other rates.",
-        "",
-        INSIDE,
+        + f" {_sound(every.all(), 'say that the second order is better')} "
+        f"The other pairs might turn out differently with other rates.{_by_chance(every.all())}",
         "",
         f"By method, with what a round costs (FLOPs, second order over first, where both were counted: {', '.join(counted)}):",
         "",
@@ -210,16 +264,15 @@ def _second_order(found: Board) -> list[str]:
     used = [scenario for scenario in found if any(every.on(scenario))]
     text += ["By scenario:", "", *_table(["", *COUNTED], [[scenario, *_counts(every.on(scenario))] for scenario in used])]
     text += board.folded(
-        f"By how much, mean over seeds and its 95 % interval; {gaps.END} one of the two is at the end of its grid",
+        f"By how much, mean over seeds and its 95 % interval; {gaps.END} not sound",
         every.intervals(found),
     )
-    implicit = _compared(found, IMPLICIT)
+    implicit = _compared(found, IMPLICIT, unsound)
     if implicit.gaps:
         words = "{1} of {0} intervals say that it is better, {2} that it is worse, and {3} contain 0."
         text += [
             "Implicit gradients are another method: their inner problem has a proximal term. Of iMAML against first-order MAML, "
-            f"{words.format(*_said(implicit.all()))} {_inside(implicit.all(), 'say that it is better')}"
-            + _not_positive(found),
+            f"{words.format(*_said(implicit.all()))} {_sound(implicit.all(), 'say that it is better')}" + _not_positive(found),
             "",
             *board.folded("The intervals", implicit.intervals(found)),
         ]
@@ -236,7 +289,7 @@ def _not_positive(found: Board) -> str:
     ]
     if not shares:
         return ""
-    return f" Its linear systems may have no solution where the operator is not positive: in {'; '.join(shares)}."
+    return f" Conjugate gradients need a positive operator. That of its linear systems was not, in {'; '.join(shares)}."
 
 
 def _range(ratios: Sequence[float]) -> str:
@@ -244,19 +297,19 @@ def _range(ratios: Sequence[float]) -> str:
     return " to ".join(ends)
 
 
-def _meta_learning(found: Board) -> list[str]:
+def _meta_learning(found: Board, unsound: Unsound) -> list[str]:
     """Meta-learners against FedAvg, fine-tuned and as it is."""
     rows, text, totals = [], [], []
     for reference in REFERENCES:
-        every = _compared(found, [(name, name, reference) for name in INSTEAD])
+        every = _compared(found, [(name, name, reference) for name in INSTEAD], unsound)
         rows += [[scenario, reference, *_counts(every.on(scenario))] for scenario in found if any(every.on(scenario))]
         if every.gaps:
             words = "{1} of {0} intervals say better, {2} worse, and {3} contain 0"
             totals.append(
-                f"- against {reference}: {words.format(*_said(every.all()))}; of pairs inside their grids, "
-                f"{words.format(*_said(gaps.inside(every.all())))}"
+                f"- against {reference}: {words.format(*_said(every.all()))}; of sound pairs, "
+                f"{words.format(*_said(gaps.sound(every.all())))}"
             )
-            words = f"By how much against {reference}; {gaps.END} one of the two is at the end of its grid"
+            words = f"By how much against {reference}; {gaps.END} not sound"
             text += board.folded(words, every.intervals(found))
     if not rows:
         return ["Nothing was run yet.", ""]
@@ -317,13 +370,13 @@ BY = ((1.0, "at most 1"), (2.0, "1 to 2"), (5.0, "2 to 5"), (math.inf, "more tha
 """Groups of published differences, in points."""
 
 
-def _orderings(found: Board) -> list[str]:
+def _orderings(found: Board, unsound: Unsound) -> list[str]:
     pairs = orderings()
     tried: list[tuple[str, Order, Gap]] = []
     for scenario, systems in found.items():
         for order in pairs:
             if order.best in systems and order.worst in systems and scenario not in order.but:
-                one = gaps.of_lines(systems[order.best], systems[order.worst], order.clients)
+                one = gaps.of_lines(systems[order.best], systems[order.worst], order.clients, unsound[scenario])
                 tried += [] if one is None else [(scenario, order, one)]
     if not tried:
         return ["Nothing was run yet.", ""]
@@ -335,8 +388,7 @@ def _orderings(found: Board) -> list[str]:
         "differs. An order holds if the 95 % interval of the difference over seeds lies on its side of 0, "
         "is turned if it lies on the other side, and is undecided if it contains 0.",
         "",
-        f"Of {_survive(tried)}. Only by pairs in which neither system's best value stands at an end of its grid: of "
-        f"{_survive([one for one in tried if not one[2].at_end])}."
+        f"Of {_survive(tried)}. Only by sound pairs: of {_survive([one for one in tried if one[2].sound])}."
         + _both_ways(tried)
         + (f" Pairs with systems that the leaderboard lacks are left out: {', '.join(lacking)}." if lacking else ""),
         "",
@@ -364,7 +416,7 @@ def _orderings(found: Board) -> list[str]:
     ]
     if turned:
         table = _table(["scenario", "source", "published", "clients", "difference"], turned, 4)
-        text += board.folded(f"What is turned; {gaps.END} one of the two is at the end of its grid", table)
+        text += board.folded(f"What is turned; {gaps.END} not sound", table)
     return text
 
 

@@ -32,11 +32,14 @@ def section(lines: Mapping[str, Sequence[Line]], reference: str) -> list[str]:
     words = (
         f"The {len(common)} systems that {', '.join(scenarios)} all have, ordered by their mean place. Their place among these "
         "is in brackets. A place says nothing about distances, and three seeds do not tell neighbours apart. So the third column "
-        f"counts the scenarios in which the 95 % interval of the difference to {reference} says better, nothing, or worse."
+        f"counts the scenarios in which the 95 % interval of the difference to {reference} says better, nothing, or worse. "
+        "If all systems were equal, one of twenty intervals would say something. A system that diverged has no interval."
     )
     text = ["## At a glance", "", words, ""]
     for group in ("known", "new"):
         text += [f"{group.capitalize()} clients:", "", _table(scenarios, common, group, reference), ""]
+    if any(_diverged(systems[name]) for systems in scenarios.values() for name in common):
+        text += ["diverged: in at least one seed, a known client or more had no finite loss; remarks below say how many.", ""]
     if any(systems[name][0].edge for systems in scenarios.values() for name in common):
         text += [
             f"{gaps.END} The best value of a rate, or of another number that was tuned, stands at the end of its grid.",
@@ -65,12 +68,16 @@ def _table(scenarios: Mapping[str, Systems], common: Sequence[str], group: str, 
 
 
 def _place(systems: Systems, name: str, common: Sequence[str], group: str) -> int:
-    """1 for the best; systems with the same score share a place."""
-    return 1 + sum(board.worth(systems[other], group) > board.worth(systems[name], group) for other in common)
+    """1 for the best; systems with the same score share a place, whatever the rounding of their means."""
+    return 1 + sum(board.worth(systems[other], group) > board.worth(systems[name], group) + 1e-9 for other in common)
 
 
 def _is_measured(lines: Sequence[Line], group: str) -> bool:
-    return any(line.diverged for line in lines) or not any(math.isnan(getattr(line, group)) for line in lines)
+    return _diverged(lines) or not any(math.isnan(getattr(line, group)) for line in lines)
+
+
+def _diverged(lines: Sequence[Line]) -> bool:
+    return any(line.diverged for line in lines)
 
 
 def _text(lines: Sequence[Line], group: str) -> str:

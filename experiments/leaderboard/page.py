@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from experiments.leaderboard import board, changed, gaps, lessons, missing, newcomers, overview
-from experiments.leaderboard.board import LOCAL, NAN, Line
+from experiments.leaderboard.board import LOCAL, Line
 from experiments.leaderboard.newcomers import Tested
 from experiments.reproduce import page as results
 from experiments.reproduce import run_list
 from experiments.reproduce.run_list import Run
 from fedjax_meta import disk, report
-from fedjax_meta.study import baselines, compare, comparison
+from fedjax_meta.study import compare, comparison
 
 PAGE = board.DOCS / "leaderboard.md"
 NEW = board.RAW / "new_clients"
@@ -151,11 +151,14 @@ def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: s
     text += [_table(headings, scores), ""]
     if any(some[0].edge for some in trained.values()):
         text += [f"Points are those of the grid that were tried; {gaps.END} the best one stands at an end of it.", ""]
-    constant = next((some for system, some in systems.items() if not some[0].method and system != baselines.UNTRAINED), ())
     target, goal = board.target(lines), ""
     counted = any(not math.isnan(some[0].flops) for some in trained.values())
+    nothing = {
+        system: f"{' and '.join(groups)} clients not above the {board.constant(lines)[0].system}"
+        for system, groups in board.not_above_constant(lines).items()
+    }
     costs = [
-        [_title(system, marks), *_costs(systems[system], constant, target, "not counted" * counted)]
+        [_title(system, marks), *_costs(systems[system], target, "not counted" * counted, nothing.get(system, ""))]
         for system in ranked
         if system in trained
     ]
@@ -179,7 +182,15 @@ def _section(scenario: str, runs: Sequence[Run], lines: Sequence[Line], marks: s
     names = [f"{run}{more}.html" for run in dict.fromkeys(line.run for line in lines) for more in ("", MORE)]
     reports = [name for name in names if (board.RAW / name).is_file()]
     links = ", ".join(f"[{name}](leaderboard/{name})" for name in reports)
-    text += [f"Every number: [{scenario}.csv](leaderboard/{scenario}.csv); curves and clients: {links}.", ""]
+    older = (
+        f" A report is as it was written. One with `{MORE}` is newer, and has some systems again; where it differs, the tables "
+        "above go by it."
+    )
+    text += [
+        f"Every number: [{scenario}.csv](leaderboard/{scenario}.csv); curves and clients: {links}."
+        + older * any(name.endswith(f"{MORE}.html") for name in reports),
+        "",
+    ]
     return text
 
 
@@ -214,7 +225,10 @@ def _facts(trained: Mapping[str, Sequence[Line]]) -> str:
     commits = _commits(c for line in lines for c in line.commit.split("+"))
     confirmed = [some[0] for some in trained.values() if some[0].again]
     if confirmed:
-        commits += f"; the first seed of {len(confirmed)} systems came out alike by {_commits(one.again for one in confirmed)}"
+        commits += (
+            f"; for the first seed of {len(confirmed)} systems, newer code gives the same on one machine, up to rounding: "
+            f"{_commits(one.again for one in confirmed)}"
+        )
     rounds = ", ".join(dict.fromkeys(str(line.rounds) for line in lines if line.system != "centralised"))
     tried = " to ".join(dict.fromkeys(str(end(line.tried for line in lines)) for end in (min, max)))
     versions = "; ".join(dict.fromkeys(f"{line.versions} on {line.device}" for line in lines))
@@ -262,7 +276,7 @@ def _divergence(lines: Sequence[Line]) -> list[str]:
     return [f"{len(diverged)} of {len(lines)} seeds diverged" + (f": {' or '.join(lost)}" if all(lost) else "")]
 
 
-def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Target | None, uncounted: str = "") -> list[str]:
+def _costs(lines: Sequence[Line], target: compare.Target | None, uncounted: str = "", remark: str = "") -> list[str]:
     first = lines[0]
     rounds = np.array([line.reached for line in lines])
     missed = int(np.isinf(rounds).sum())
@@ -277,9 +291,7 @@ def _costs(lines: Sequence[Line], constant: Sequence[Line], target: compare.Targ
     remarks += [f"{name} at the end of its grid" for name in first.edge.split()]
     if _own_target(first, target):
         remarks.append(f"target {first.kind.text(first.target)}")
-    mean, least = (float(np.mean([line.known for line in some])) if some else NAN for some in (lines, constant))
-    if mean < least if first.kind.higher_is_better else mean > least:
-        remarks.append(f"behind the {constant[0].system}")
+    remarks += [remark] if remark else []
     units = ((first.bytes / 1e3, ""), (first.flops / 1e6, uncounted))
     numbers = [unknown if math.isnan(value) else f"{value:.4g}" for value, unknown in units]
     return [first.chosen, *numbers, *to_target, "; ".join(remarks)]

@@ -15,8 +15,8 @@ from experiments.leaderboard.board import Line
 from experiments.reproduce.run_list import Run
 from fedjax_meta.study import Study, made
 
-START = 20
-"""The first rounds are one of so many parts of a training."""
+START = 2
+"""So many rounds are the first ones. In the second, clients come back, and rounding has not been amplified yet."""
 
 
 def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
@@ -29,7 +29,7 @@ def clear(run: Run, data_dir: str | None = None, start: bool = False) -> None:
       run: of the list.
       data_dir: the folder of the data sets.
       start: train the first rounds of the row's first seed by both, and compare the scores of every client, up to rounding (see
-        `again.Again`), in float64, where training amplifies rounding to less; else compare the programs.
+        `again.Again`), in float64; else compare the programs.
     """
     study, what = run.load(), "first rounds" if start else "programs"
     by_commit: dict[str | None, list[Line]] = {}
@@ -51,8 +51,8 @@ def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str 
         return [(False, "")] * len(rows)
     commands = [again.words(row, board.chosen(row, study.systems[row.system]), data_dir) for row in rows]
     if start:
-        first = str(max(2, study.rounds // START))
-        return [_same_start(package, [*words, "--set", f"rounds={first}", "--set", "eval_every=1"]) for words in commands]
+        first = ["--set", f"rounds={START}", "--set", "eval_every=1"]
+        return [_same_start(package, [*words, *first]) for words in commands]
     before, now = (_digests(source, commands) for source in (package, made.ROOT))
     return [(bool(old) and old == new, "") for old, new in zip(before, now, strict=True)]
 
