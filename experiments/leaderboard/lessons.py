@@ -392,7 +392,7 @@ def _orderings(found: Board, unsound: Unsound) -> list[str]:
         + _both_ways(tried)
         + (f" Pairs with systems that the leaderboard lacks are left out: {', '.join(lacking)}." if lacking else ""),
         "",
-        "By the difference that the source prints, in points. A pair counts once for each source and scenario:",
+        "By the difference that the source prints, in points. A pair counts once for each source that prints it, and scenario:",
         "",
     ]
     headings = ["", *_twice(["hold", "undecided", "turned"])]

@@ -985,6 +985,20 @@ def test_a_row_that_other_code_trains_alike_stays(folder, lines, tested, docs):
     assert kept == newcomers.from_csv(newcomers.to_csv([one for one in tested if one.system == "local_only"]))
 
 
+def test_a_row_that_stays_is_held_against_local_training_as_today(lines):
+    """How ties count, say, may have changed since. A folder without local training says nothing of that."""
+    fresh = of(lines, "fedavg_ft")
+    old = [line._replace(commit="c" * 40, behind=77.0, reached=9.0, target=1.0) for line in fresh]
+    alone = [line._replace(behind=math.nan) for line in fresh]
+    for made_again, held in ((fresh, fresh), (alone, old)):
+        found = board.kept(made_again, old)
+        assert {line.commit for line in found} == {"c" * 40}
+        assert all(
+            (a.behind, a.reached, a.target) == (b.behind, b.reached, b.target) for a, b in zip(found, held, strict=True)
+        )
+    assert not any(math.isnan(line.behind) for line in fresh)
+
+
 def test_a_folder_of_some_systems_has_a_report_of_its_own(folder, docs):
     listed, root = folder
     shutil.copytree(root / "digits", docs / "digits", ignore=shutil.ignore_patterns("fedavg_ft.final.json"))
