@@ -125,8 +125,8 @@ class _Tables:
         if self.tuned:
             headings = ["scenario", "fine-tuning is worse", "undecided", "better"]
             text += [
-                "FedAvg's model, trained at the same rate, fine-tuned by ten passes or as it is (fedavg\\_ft minus fedavg), by the "
-                "number of samples:",
+                "FedAvg's model, trained at the same rate, fine-tuned by ten passes or as it is (fedavg\\_ft minus fedavg), by "
+                "the number of samples:",
                 "",
                 report.markdown_table(headings, self.tuned, text_columns=4),
                 "",
