@@ -30,7 +30,8 @@ class Line(NamedTuple):
       new: mean over new clients; NaN if there are none, or none of them trains a model that it needs.
       up: bytes that a client uploads in a round; NaN for a row without training.
       seconds: wall-clock of all trials, without compilation.
-      remark: "diverged at round R", "worse than the untrained model", "best at the end of its grid", or nothing.
+      remark: "diverged at round R", "worse than the untrained model", "no better than the majority class", "best at the end of
+        its grid", or nothing.
       trials: how many runs its grid took.
       diverged: whether a seed did; else a score that is no number is not finite, or lacks a value for some client.
       others: the other scores, means over known and over new clients, by "NAME" and "NAME, new"; shares in percent.
@@ -67,9 +68,15 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     scored = scored_clients(study, scenario, clients, clients.train)
     measured = baselines.measured(clients, study.seeds, study.metrics, asked, scored)
     # Of several draws only the first is measured without training, with which the mean over all cannot be compared.
-    tests = [] if len(study.data_seeds) > 1 else measured[baselines.UNTRAINED][KNOWN]
-    start = float(np.mean([report.main_score(test, study.score).mean for test in tests])) if tests else float("nan")
-    table = [_line(study, outcome, clients, base, start) for outcome in mine]
+    floors = (
+        {}
+        if len(study.data_seeds) > 1
+        else {
+            title: float(np.mean([report.main_score(test, study.score).mean for test in groups[KNOWN]]))
+            for title, groups in measured.items()
+        }
+    )
+    table = [_line(study, outcome, clients, base, floors) for outcome in mine]
     for title, groups in measured.items():
         known, nan = [report.main_score(test, study.score) for test in groups[KNOWN]], float("nan")
         new = [report.main_score(test, study.score).mean for test in groups.get(NEW, ())]
@@ -81,8 +88,8 @@ def lines(study: Study, scenario: str, clients: Clients, outcomes: Sequence[Outc
     return table
 
 
-def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None, start: float) -> Line:
-    """The row of a system; `base` are the scores by local training, `start` is the mean with the untrained models."""
+def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | None, floors: Mapping[str, float]) -> Line:
+    """The row of a system; `base` are the scores by local training, `floors` the means of what takes no training, by title."""
     known = by_client(outcome.final, KNOWN, study.score)
     system = study.system(outcome.system, outcome.scenario)
     algorithm = system.build(clients, **outcome.chosen)
@@ -93,7 +100,11 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         behind = 100 * float(np.mean(known.kind.gain(mine, by_local) < 0))
     up = float("nan") if outcome.traffic is None else float(outcome.traffic.up)
     mean = report.over_seeds(known.values.mean(1))
-    worse = ["worse than the untrained model"] if known.kind.gain(mean[0], start) < 0 else []
+    worse = [
+        f"{'worse' if title == baselines.UNTRAINED else 'no better'} than the {title}"
+        for title, floor in floors.items()
+        if (gain := known.kind.gain(mean[0], floor)) < 0 or (gain == 0 and title != baselines.UNTRAINED)
+    ]
     shares_nothing = ["clients share nothing: all of the model is their own"] if up == 0 and not itself else []
     remarks = [
         *_remarks(study, outcome, clients),

@@ -135,6 +135,22 @@ def test_the_table_says_what_ends_worse_than_the_untrained_model(made):
         assert ("worse than the untrained model" in line.remark) == told
 
 
+def test_the_table_says_what_is_no_better_than_a_constant_prediction(made):
+    chosen, built, outcomes, _, score, higher, _ = made
+    lines = results.lines(chosen, "pairs", built["pairs"], outcomes)
+    constants = [line for line in lines if line.remark == "no training" and line.title != "untrained model"]
+    assert constants
+    for constant in constants:
+        unit = 100 if constant.kind.share else 1
+        for step, told in ((-0.01, higher), (0.01, not higher), (0.0, True)):
+            trials = copy.deepcopy(outcomes[0].final)
+            for trial in trials:
+                test = trial.rows[-1]["tests"]["known"]["metrics"][score]
+                test["values"] = [constant.known[0] / unit + step] * len(test["values"])
+            (line, *_) = results.lines(chosen, "pairs", built["pairs"], [outcomes[0]._replace(final=trials)])
+            assert (f"no better than the {constant.title}" in line.remark) == told
+
+
 @pytest.mark.parametrize(
     ("shares", "words"),
     [
