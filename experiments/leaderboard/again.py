@@ -151,16 +151,20 @@ def by_its_own_code(row: Line, point: Point, data_dir: str | None = None) -> Tri
         for command in commands:
             ended = subprocess.run(command, capture_output=True, text=True, check=False)
             if ended.returncode:
-                print(f"{row.scenario}, {name}: its commit is not to be had: {_last_line(ended)}", flush=True)
+                print(f"{row.scenario}, {name}: its commit cannot train it: {_last_line(ended)}", flush=True)
                 return None
-        return by_code(code, words(row, point, data_dir), code)
+        return by_code("its commit", code, row, words(row, point, data_dir), cwd=code)
 
 
-def by_code(code: Path, command: Sequence[str], cwd: Path | None = None, float64: bool = False) -> Trial | None:
-    """The one training that `fedjax-meta run` makes with these words (see `words`), in a process of its own.
+def by_code(
+    whose: str, code: Path, row: Line, command: Sequence[str], *, cwd: Path | None = None, float64: bool = False
+) -> Trial | None:
+    """The one training that `fedjax-meta run` makes with the words of a row (see `words`), in a process of its own.
 
     Args:
+      whose: what the code is, for the message.
       code: the folder of the package to run.
+      row: what is trained.
       command: the words.
       cwd: where it runs; here if not given.
       float64: whether to compute in float64.
@@ -179,7 +183,7 @@ def by_code(code: Path, command: Sequence[str], cwd: Path | None = None, float64
             check=False,
         )
         if ended.returncode:
-            print(f"{' '.join(command[:5])}: that code cannot train it: {_last_line(ended)}", flush=True)
+            print(f"{row.scenario}, {row.system}: {whose} cannot train it: {_last_line(ended)}", flush=True)
             return None
         (path,) = (out / "results").glob("*/*.final.json")
         trials, _ = read_trials(path)

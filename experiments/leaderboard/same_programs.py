@@ -52,14 +52,15 @@ def _same(commit: str | None, rows: Sequence[Line], study: Study, data_dir: str 
     commands = [again.words(row, board.chosen(row, study.systems[row.system]), data_dir) for row in rows]
     if start:
         first = ["--set", f"rounds={START}", "--set", "eval_every=1"]
-        return [_same_start(package, [*words, *first]) for words in commands]
+        return [_same_start(package, row, [*words, *first]) for row, words in zip(rows, commands, strict=True)]
     before, now = (_digests(source, commands) for source in (package, made.ROOT))
     return [(bool(old) and old == new, "") for old, new in zip(before, now, strict=True)]
 
 
-def _same_start(package: Path, words: Sequence[str]) -> tuple[bool, str]:
+def _same_start(package: Path, row: Line, words: Sequence[str]) -> tuple[bool, str]:
     """Whether two versions of the code give a training the same scores, and how far its losses are apart after each round."""
-    before, now = (again.by_code(source.parent, words, float64=True) for source in (package, made.ROOT))
+    sources = {"its commit": package, "this code": made.ROOT}
+    before, now = (again.by_code(whose, source.parent, row, words, float64=True) for whose, source in sources.items())
     if before is None or now is None:
         return False, ""
     found = again.compared(before, now)

@@ -816,8 +816,9 @@ def test_a_row_whose_first_rounds_stayed_is_current_again(
     monkeypatch.setattr(rows, "source", lambda _: tmp_path / "fedjax_meta")
     asked = []
 
-    def by_code(code, words, float64):
+    def by_code(whose, code, row, words, float64):
         asked.append((code, words))
+        assert (whose, row.system) == ("its commit" if code == tmp_path else "this code", "fedavg_ft")
         assert float64
         by = before if code == tmp_path else now
         tests = {"known": {"loss": [1.0] if by is None else [by], "scores": {}}}
