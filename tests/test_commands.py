@@ -145,7 +145,12 @@ ROWS = (
     Row(r"fedjax-meta run imaml( --systems .*)?", f"--quick --systems maml-1,imaml-5-1 {TINY}"),
     Row(r"fedjax-meta run imaml --data-dir DIR", f"--systems maml-1 {TINY}", "mnist"),
     Row(r"fedjax-meta run imaml_cifar10 .*", f"--systems logged_maml-1 --set scenarios.pairs.dataset=mnist_small {TINY}"),
-    Row(r"(fedjax-meta run|python -m) (experiments\.)?reptile( .*)?", f"--quick --systems reptile,fedavg {TINY}"),
+    Row(r"fedjax-meta run reptile --variant cifar10.*", f"--quick --systems reptile,fedavg {TINY}", "cifar10"),
+    Row(r"fedjax-meta run reptile --variant mnist .*", f"--quick --systems reptile,fedavg {TINY}", "mnist"),
+    Row(
+        r"(fedjax-meta run|python -m) (experiments\.)?reptile(?! --variant (cifar10|mnist ))( .*)?",
+        f"--quick --systems reptile,fedavg {TINY}",
+    ),
     Row(
         r"(fedjax-meta run|python -m) (experiments\.)?fedpac( --systems .*)?",
         f"--quick --systems fedavg,fedpac {TINY}",
