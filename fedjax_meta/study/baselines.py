@@ -1,7 +1,7 @@
 """What takes no training, for a row beside every comparison: a client's most frequent class or mean, and the untrained model."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +80,29 @@ def measured(
         }
         for title, (algorithm, states) in rows.items()
     }
+
+
+def constant_in(
+    clients: Clients, data: FederatedData, tests: Mapping[str, sweeps.MemberEvaluator]
+) -> tuple[str, dict[str, Json]] | None:
+    """The best constant prediction in other tests, such as those of trials: its title, and a row of `report.compact`.
+
+    Args:
+      clients: of a scenario.
+      data: the clients that train before these tests.
+      tests: by group of clients.
+
+    Returns:
+      `None` where `measured` has no such prediction.
+    """
+    constant = _constant(clients.task, clients.train)
+    if constant is None:
+        return None
+    plain = untrained(clients)
+    algorithm, init_key = _always(plain, clients.task, constant), run_keys(jax.random.key(0))[0]
+    state, key = plain.init(init_key, data), jax.random.key(0)
+    found = {name: jax.tree.map(np.asarray, test.measure(algorithm, key, state, test.data)) for name, test in tests.items()}
+    return constant.title, report.compact(Record(0, {}, found, 0.0, 0.0, ()))
 
 
 def untrained(clients: Clients) -> Algorithm:

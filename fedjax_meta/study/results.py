@@ -1,5 +1,6 @@
 """What a study found: a table of systems, its text, and its reports."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from fedjax_meta import escape, placement, report
 from fedjax_meta.report.frames import USER_ACCURACY
 from fedjax_meta.study import baselines, draws, flags, guarantees, summary, targets, tuning
 from fedjax_meta.study.baselines import LOCAL, alone, trained
-from fedjax_meta.study.job import Outcome, scored_clients
+from fedjax_meta.study.job import Job, Outcome, scored_clients
 from fedjax_meta.study.scenario import TESTED_ON, Clients
 from fedjax_meta.study.study import Study
 from fedjax_meta.study.tuning import KNOWN, NEW, Trial, last_scores
@@ -102,6 +103,7 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
     mean = report.over_seeds(known.values.mean(1))
     worse = [
         f"{'worse' if title == baselines.UNTRAINED else 'no better'} than the {title}"
+        + (_nowhere_better(study, outcome, clients) if title != baselines.UNTRAINED else "")
         for title, floor in floors.items()
         if (gain := known.kind.gain(mean[0], floor)) < 0 or (gain == 0 and title != baselines.UNTRAINED)
     ]
@@ -128,6 +130,20 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         diverged=any(trial.diverged is not None for trial in outcome.final),
         others=_others(study, _last_tests(outcome.final, new=has_new), outcome.final),
     )
+
+
+def _nowhere_better(study: Study, outcome: Outcome, clients: Clients) -> str:
+    """What to add for a system whose search compared noise: no point of its grid beat the constant prediction in its trials."""
+    if not outcome.tuning:
+        return ""
+    trials = Job(study, outcome.scenario, outcome.system, clients).tuning()
+    found = baselines.constant_in(clients, trials.data, trials.tests)
+    if found is None:
+        return ""
+    floor, judged = tuning.score(found[1], study.tuned_by)[0], tuning.scores(outcome.tuning, study.tuned_by)
+    if not math.isfinite(floor) or any(one.kind.gain(one.score, floor) > 0 for one in judged):
+        return ""
+    return ", nor was any point of its grid when it was tuned: begin the grid elsewhere"
 
 
 def _remarks(study: Study, outcome: Outcome, clients: Clients) -> list[str]:

@@ -104,6 +104,35 @@ def test_the_rounds_of_trials_are_those_of_all_points_and_seeds_up_to_where_halv
     assert tuning.rounds_of_trials(5, halved) == (5 * 2 + 3 * 2 + 2 * 4) * 2
 
 
+def test_the_table_says_where_no_point_of_a_grid_beat_a_constant_prediction(tmp_path):
+    """A model that does not move, whose trials score what each client's most frequent label scores, or a bit more."""
+    chosen, outcome = tuned(tmp_path, {"lr": [1e-9, 1e-8]}, validation="both", clients=0.25)
+    place = chosen.scenarios["pairs"]
+    clients = place.build()
+    rest, held = tuning.data_for(chosen.tuning, place, clients)
+
+    def most_frequent(data, seen, asked):
+        labels, shares = np.asarray(data.y), []
+        for i in range(data.num_clients):
+            own, other = (
+                labels[int(data.start[view][i]) : int(data.start[view][i]) + int(data.size[view][i])] for view in (seen, asked)
+            )
+            shares.append(np.mean(other == np.bincount(own).argmax()))
+        return float(np.mean(shares))
+
+    floors = {
+        "validation": most_frequent(rest, "train", "test"),
+        "validation clients": most_frequent(held, "support", "query"),
+    }
+    for step, told in ((0.0, True), (-0.02, True), (0.02, False)):
+        for trial in outcome.tuning:
+            for group, floor in floors.items():
+                trial.rows[-1]["tests"][group]["scores"]["accuracy_mean"] = floor + step
+        (line, *_) = results.lines(chosen, "pairs", clients, [outcome])
+        assert "no better than the majority class" in line.remark
+        assert (", nor was any point of its grid when it was tuned: begin the grid elsewhere" in line.remark) == told
+
+
 def ends(outcome):
     """Of each trial: numbers, seed, rounds, and all validation scores."""
     rows = [(t.numbers, t.seed, [(r["round"], r["tests"]["validation"]["accuracy"]) for r in t.rows]) for t in outcome.tuning]
