@@ -194,10 +194,10 @@ def test_full_cohorts_are_a_part_of_delta():
 def test_a_guarantee_says_what_it_is_about():
     found = privacy.epsilon(2.0, 3, 1e-5, Everyone())
     assert str(found) == (
-        f"epsilon {found.epsilon:.4g} at delta 1e-05; add or remove one client; no credit for sampling; noise multiplier 2, 3 "
-        "rounds; closed form (Balle and Wang 2018)"
+        f"epsilon {found.epsilon:.4g} at delta 1e-05; one client, present or sending zeros; no credit for sampling; noise "
+        "multiplier 2, 3 rounds; closed form (Balle and Wang 2018)"
     )
-    assert found.config["relation"] == "add or remove one client" and found.config["rounds"] == 3
+    assert found.config["relation"] == "one client, present or sending zeros" and found.config["rounds"] == 3
     assert privacy.epsilon(0.0, 3, 1e-5, FixedSize(9, 2)).config["epsilon"] == "inf"
     assert FixedSize(9, 2).relation == "replace one client"
 

@@ -113,7 +113,7 @@ class FixedSize:
 class Everyone:
     """Every client in every round; a bound for every schedule that does not look at data."""
 
-    relation = "add or remove one client"
+    relation = "one client, present or sending zeros"
 
     def overflow(self, rounds: int) -> float:
         """0: a cohort always fits."""
@@ -143,7 +143,7 @@ class Trees:
     def __post_init__(self) -> None:
         checks.count("rounds", self.rounds)
 
-    relation = "add or remove one client"
+    relation = "one client, present or sending zeros"
 
     @property
     def depth(self) -> int:

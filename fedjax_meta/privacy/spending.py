@@ -29,7 +29,7 @@ def spent(
       >>> chain = (uploads.clip(1.0), uploads.noise(4.0))
       >>> found = spent(Federation(cohort_size=10, uploads=chain).config, 5, 10, 1e-5)
       >>> round(found.epsilon, 3), found.relation
-      (2.258, 'add or remove one client')
+      (2.258, 'one client, present or sending zeros')
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config={checks.shown(config)} must be that of an algorithm or a federation, e.g. algorithm.config")

@@ -29,7 +29,7 @@ def text(guarantee: privacy.Guarantee) -> str:
 
     Example:
       >>> text(privacy.epsilon(4.0, 5, 1e-5, privacy.Everyone()))
-      'epsilon 2.26, delta 1e-05 (add or remove one client; no credit for sampling)'
+      'epsilon 2.26, delta 1e-05 (one client, present or sending zeros; no credit for sampling)'
     """
     return f"epsilon {guarantee.epsilon:.3g}, delta {guarantee.delta:.2g} ({guarantee.relation}; {guarantee.sampling})"
 
