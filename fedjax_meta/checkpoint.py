@@ -148,7 +148,7 @@ def restore(
 
     Args:
       folder: as given to `save`.
-      like: a state of the same method, or its shapes (`jax.eval_shape(method.init, key, data)`), or a function that gives
+      like: a state of the same algorithm, or its shapes (`jax.eval_shape(algorithm.init, key, data)`), or a function that gives
         them, which is called if there is a checkpoint.
       config: must equal the config that was saved.
       on_damage: called with one line for each damaged checkpoint; the line is a Python warning when not given.
