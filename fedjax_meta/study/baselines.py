@@ -82,10 +82,8 @@ def measured(
     }
 
 
-def constant_in(
-    clients: Clients, data: FederatedData, tests: Mapping[str, sweeps.MemberEvaluator]
-) -> tuple[str, dict[str, Json]] | None:
-    """The best constant prediction in other tests, such as those of trials: its title, and a row of `report.compact`.
+def constant_in(clients: Clients, data: FederatedData, tests: Mapping[str, sweeps.MemberEvaluator]) -> dict[str, Json] | None:
+    """The best constant prediction in other tests, such as those of trials: a row of `report.compact`.
 
     Args:
       clients: of a scenario.
@@ -102,7 +100,7 @@ def constant_in(
     algorithm, init_key = _always(plain, clients.task, constant), run_keys(jax.random.key(0))[0]
     state, key = plain.init(init_key, data), jax.random.key(0)
     found = {name: jax.tree.map(np.asarray, test.measure(algorithm, key, state, test.data)) for name, test in tests.items()}
-    return constant.title, report.compact(Record(0, {}, found, 0.0, 0.0, ()))
+    return report.compact(Record(0, {}, found, 0.0, 0.0, ()))
 
 
 def untrained(clients: Clients) -> Algorithm:

@@ -137,10 +137,10 @@ def _nowhere_better(study: Study, outcome: Outcome, clients: Clients) -> str:
     if not outcome.tuning:
         return ""
     trials = Job(study, outcome.scenario, outcome.system, clients).tuning()
-    found = baselines.constant_in(clients, trials.data, trials.tests)
-    if found is None:
+    constant = baselines.constant_in(clients, trials.data, trials.tests)
+    if constant is None:
         return ""
-    floor, judged = tuning.score(found[1], study.tuned_by)[0], tuning.scores(outcome.tuning, study.tuned_by)
+    floor, judged = tuning.score(constant, study.tuned_by)[0], tuning.scores(outcome.tuning, study.tuned_by)
     if not math.isfinite(floor) or any(one.kind.gain(one.score, floor) > 0 for one in judged):
         return ""
     return ", nor was any point of its grid when it was tuned: begin the grid elsewhere"
