@@ -130,7 +130,7 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
     """Raises `ValueError` unless `value` is an integer of at least `least` that fits in 32 bits."""
     _not_traced(name, value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}={shown(value)} must be an integer of at least {least}")
+        raise ValueError(f"{name}={shown(value)} must be an integer of at least {least}{_no_array(value)}")
     if value > LARGEST_COUNT:
         raise ValueError(f"{name}={shown(value)} must be at most {LARGEST_COUNT}")
 
@@ -148,7 +148,14 @@ def seed(name: str, value: Any, *, bits: int = 63, generator: bool = True) -> No
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or not 0 <= value < 2**bits:
         either = " or a NumPy generator" if generator else ""
-        raise ValueError(f"{name}={shown(value)} must be an integer of at least 0 and below 2**{bits}{either}")
+        raise ValueError(
+            f"{name}={shown(value)} must be an integer of at least 0 and below 2**{bits}{either}{_no_array(value)}"
+        )
+
+
+def _no_array(value: Any) -> str:
+    """The end of a message: an array of one integer is shown like an integer."""
+    return ", not an array" if isinstance(value, (np.ndarray, jax.Array)) else ""
 
 
 def _not_traced(name: str, value: Any) -> None:
@@ -362,6 +369,14 @@ def float_type(name: str, dtype: Any) -> None:
         fits = False
     if not fits:
         raise ValueError(f"{name}={shown(dtype)} must be a floating-point type such as jnp.bfloat16")
+
+
+def floats(params: Any) -> None:
+    """Raises `ValueError` unless all parameters are floating-point."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            where = jax.tree_util.keystr(path) or "the tree"
+            raise ValueError(f"parameters must be floating-point to be differentiated, but {where} is {jnp.result_type(leaf)}")
 
 
 def prng_key(name: str, value: Any) -> None:

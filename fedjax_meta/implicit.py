@@ -114,7 +114,8 @@ def implicit_gradient(  # over 80 lines: most of them explain the options
       negative_curvature: at a direction in which the operator is not positive, the solver does "stop", or "continue" as if it
         were positive (code of Nguyen et al. and of the iMAML authors).
 
-    H is the Hessian over the whole support: the one batch, or all its steps and chunks together. `WithHessian(support,
+    H is the Hessian over the whole support: the one batch, or all its steps and chunks together, weighted by `Batches.samples`.
+    `WithHessian(support,
     hessian)` takes it on other samples, which saves many passes if the support is several epochs or repeated full batches. A
     Hessian over one chunk is linearised once for all products.
 
@@ -159,7 +160,8 @@ def implicit_gradient(  # over 80 lines: most of them explain the options
         require_query(query)
         require_second_order(loss)
         given, hessian = split_support(support)
-        whole = _whole(as_batches(given if hessian is None else hessian, 1))
+        whole = as_batches(given if hessian is None else hessian, 1)
+        whole = whole if whole.max_steps == 1 else whole.as_one_step()
         meta, support, query, _ = prepared(inner, loss, meta, support, query, steps)
         theta = inner.start(meta)
         mask = jax.tree.map(lambda _: True, theta) if inner.mask is None else inner.mask
@@ -343,17 +345,3 @@ def _in_units(tree: PyTree) -> tuple[PyTree, jax.Array]:
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0) for leaf in jax.tree.leaves(tree)]))
     unit = power_of_two(jax.lax.stop_gradient(largest))
     return jax.tree.map(lambda leaf: leaf / unit, tree), unit
-
-
-def _whole(batches: Batches) -> Batches:
-    """All steps and chunks of `batches` as the chunks of a single step."""
-    if batches.max_steps == 1:
-        return batches
-    chunks = batches.chunks
-    return dataclasses.replace(
-        batches,
-        get=lambda step, chunk: batches.get(chunk // chunks, chunk % chunks),
-        steps=1,
-        max_steps=1,
-        chunks=batches.steps * chunks,
-    )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_meta import loops, masks
+from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import Batches, ClientView
 from fedjax_meta.keys import tagged
 from fedjax_meta.task import Batch, Task
@@ -40,7 +40,17 @@ def train(
 
     Returns:
       (variables, mean loss over the steps, each taken before its update).
+
+    Raises:
+      ValueError: an optimiser that is none or needs more than gradients, a loss that does not return a pair, trainable leaves
+        that are not floating-point.
     """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer must be one of optax, built with its rate, e.g. optax.sgd(0.1), not {checks.shown(optimizer)}"
+        )
+    checks.gradients_suffice("optimizer", "it", optimizer)
+    checks.floats(masks.split(variables, trainable)[0])
     slots = optimizer.init(masks.split(variables, trainable)[0])
     variables, _, result = train_on(key, loss, variables, slots, batches, optimizer, trainable)
     return variables, result
@@ -93,7 +103,7 @@ def train_on(
         moving, fixed = masks.split(variables, trainable)
 
         def value(moving: Any, batch: Batch, key: Key) -> Any:
-            result, moved_on = loss(masks.merge(moving, fixed), batch, key)
+            result, moved_on = _pair(loss(masks.merge(moving, fixed), batch, key))
             # Batch statistics may be computed in a wider type than that of the model.
             return result, jax.tree.map(lambda new, old: new.astype(old.dtype), masks.split(moved_on, trainable)[1], fixed)
 
@@ -105,6 +115,12 @@ def train_on(
 
     variables, slots, total = loops.fori_loop(batches.steps, step, (variables, slots, jnp.zeros(())))
     return variables, slots, total / jnp.maximum(batches.steps, 1)
+
+
+def _pair(returned: Any) -> tuple[jax.Array, Variables]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ValueError(f"loss(variables, batch, key) must return (loss, variables), not {checks.shown(returned)}")
+    return returned
 
 
 def separately(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -294,9 +294,11 @@ def resolve(spec: MaskSpec, task: Task, *, name: str = "mask") -> Mask:
         raise ValueError(f"{name} must have a Python bool at every leaf of the task's variables, but {odd}")
     if structure != jax.tree.structure(mask):
         raise ValueError(f"{name} has structure {jax.tree.structure(mask)}, but the task's variables have {structure}")
-    if not all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask)):
-        raise ValueError(f"{name} must hold Python bools, not arrays: a mask is read when a function is traced")
-    return mask
+    for leaf in jax.tree.leaves(mask):
+        if not isinstance(leaf, (bool, np.bool_)):
+            found = "an array" if isinstance(leaf, (np.ndarray, jax.Array)) else checks.shown(leaf)
+            raise ValueError(f"{name} must hold Python bools, not {found}: a mask is read when a function is traced")
+    return jax.tree.map(bool, mask)
 
 
 def _named(word: str, task: Task, name: str) -> Mask:

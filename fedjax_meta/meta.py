@@ -22,6 +22,7 @@ import optax
 
 from fedjax_meta import checks, loops, masks
 from fedjax_meta.data import Batches
+from fedjax_meta.numerics.roots import finite_at_zero
 from fedjax_meta.task import FIRST_ORDER_ONLY
 from fedjax_meta.trajectory import (
     InnerOptimizer,
@@ -197,8 +198,9 @@ def optimizer(
 ) -> InnerOptimizer:
     """Any optax optimiser for the inner steps (momentum, Adam, ...).
 
-    Its state starts fresh in every inner loop and is differentiated through. At 0 the derivative of a square root counts as 0:
-    Adam takes the root of squares, and the gradient of a parameter on which the loss does not depend is exactly 0.
+    Its state starts fresh in every inner loop and is differentiated through. At 0 the derivatives of a square root and of a
+    quotient count as 0: Adam takes the root of squares, clipping divides by a norm, and the gradient of a parameter on which the
+    loss does not depend is exactly 0.
 
     Args:
       factory: `rate -> optax.GradientTransformation`, e.g. `optax.adam`. Bind other arguments with `functools.partial` or a
@@ -232,11 +234,15 @@ def optimizer(
         raise ValueError(f"factory(rate) must return an optax.GradientTransformation, not {_kind(transformation)}")
     checks.gradients_suffice("factory", getattr(factory, "__name__", "factory"), transformation)
 
-    def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
-        del meta
+    @finite_at_zero
+    def moved(gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
         updates, after = transformation.update(_masked(gradient, mask), state, phi)
         # Mask the updates too: weight decay moves parameters even if their gradient is 0.
         return optax.apply_updates(phi, _masked(updates, mask)), loops.like(after, state)
+
+    def update(meta: Params, gradient: Updates, state: PyTree, phi: Params) -> tuple[Params, PyTree]:
+        del meta
+        return moved(gradient, state, phi)
 
     start = partial(_start_fixed, "optimizer(factory, rate)")
     return InnerOptimizer(start, lambda meta, phi: transformation.init(phi), update, mask=mask)
@@ -384,7 +390,8 @@ def hessian_free(
       method: "difference", or "product" for exact Hessian-vector products (which cost less than two gradients).
 
     Raises:
-      ValueError: as in `exact`; parameters of 16 bits, which are too coarse for differences.
+      ValueError: as in `exact`; parameters of 16 bits, or a loss that rounds to 16 bits what follows from them or multiplies with
+        fewer digits than float32: these are too coarse for differences.
     """
     require_inner("hessian_free", inner)
     checks.positive("delta", delta)
@@ -540,7 +547,7 @@ def prepared(
     support, hessian = split_support(support)
     if hessian is not None:
         _check_alike("support and hessian", as_batches(support, steps), as_batches(hessian, steps))
-    check_floats(meta)
+    checks.floats(meta)
     _check_mask(inner, meta)
     meta = _own_copy(inner, loss, meta, support, query, steps)
     return meta, *check_problem(loss, inner.start(meta), support, query, steps), hessian
@@ -561,17 +568,9 @@ def _own_copy(inner: InnerOptimizer, loss: ScalarLoss, meta: Params, support: Py
     return loops.device_local(meta, losses)
 
 
-def check_floats(params: Params) -> None:
-    """Raises `ValueError` unless all parameters are floating-point."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            where = jax.tree_util.keystr(path) or "the tree"
-            raise ValueError(f"parameters must be floating-point to be differentiated, but {where} is {jnp.result_type(leaf)}")
-
-
 def check_loss(loss: ScalarLoss, params: Params, batches: Batches) -> None:
     """Raises `ValueError` unless the loss of the first batch is one real scalar and all parameters are floating-point."""
-    check_floats(params)
+    checks.floats(params)
     value = jax.eval_shape(lambda params: loss(params, batches.get(0, 0)), params)
     if not (hasattr(value, "shape") and value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)):
         raise ValueError(f"loss(params, batch) must return one real scalar, but returns {value}")

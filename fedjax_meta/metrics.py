@@ -52,7 +52,8 @@ def macro_f1(confusion: Array) -> Array:
     correct = xp.diagonal(confusion, axis1=-2, axis2=-1)
     held, predicted = xp.sum(confusion, -1), xp.sum(confusion, -2)
     present = (held + predicted) > 0
-    f1 = 2 * correct / xp.where(present, held + predicted, 1)
+    # Counts of 8 bits: twice as many may have no place in their type, but sums are of more bits.
+    f1 = correct / xp.where(present, (held + predicted) / 2, 1)
     return xp.sum(xp.where(present, f1, 0), -1) / xp.maximum(xp.sum(present, -1), 1)
 
 

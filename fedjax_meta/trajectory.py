@@ -81,7 +81,7 @@ class Losses(NamedTuple):
 
     def add(self, t: Scalar, value: jax.Array) -> "Losses":
         """The losses with that of step t added."""
-        value = value.astype(self.total.dtype)
+        value = jnp.asarray(value, self.total.dtype)
         return Losses(self.total + value, jnp.where(t == 0, value, self.first), value)
 
 
@@ -246,12 +246,13 @@ def difference_product(
 
     The difference step has length `delta * |outer|`, or `delta` if `normalise`.
     """
-    for leaf in jax.tree.leaves(phi):
-        if leaf.dtype.itemsize < 4:
-            raise ValueError(
-                f"a difference of gradients moves parameters by less than {leaf.dtype.name} can tell: keep them in float32, or "
-                'take hessian_free(method="product")'
-            )
+    coarse = [leaf.dtype.name for leaf in jax.tree.leaves(phi) if leaf.dtype.itemsize < 4]
+    coarse = coarse or _coarse_types(loss, phi, support)
+    if coarse:
+        raise ValueError(
+            f"a difference of gradients moves parameters by less than {coarse[0]} can tell, in which they are held or computed "
+            'with: compute in float32, or take Hessian products (hessian_free(method="product"), the method perfedavg_exact)'
+        )
     value, gradient = value_and_gradient(loss, phi, support, t)
     batches = support if hessian is None else hessian
 
@@ -268,6 +269,25 @@ def difference_product(
         return jax.tree.map(lambda a, b: ((a - b) * scale).astype(a.dtype), shifted(1), shifted(-1))
 
     return value, gradient, product
+
+
+COARSE_PRODUCTS = ("TF32_TF32_F32", "BF16_BF16_F32")
+"""What JAX calls products whose factors are rounded to TF32 or bfloat16."""
+
+
+def _coarse_types(loss: ScalarLoss, phi: Params, support: Batches) -> list[str]:
+    """The types of fewer digits than float32 to which a loss rounds what follows from its parameters, also in its products."""
+    found: list[str] = []
+
+    def note(equation: Any, given: list[bool]) -> None:
+        del given
+        types = [getattr(var.aval, "dtype", jnp.dtype(bool)) for var in equation.outvars]
+        found.extend(one.name for one in types if jnp.issubdtype(one, jnp.floating) and one.itemsize < 4)
+        algorithm = getattr(equation.params.get("precision"), "name", "")
+        found.extend([algorithm] if algorithm in COARSE_PRODUCTS else [])
+
+    marks_of(lambda params: loss(params, support.get(0, 0)), jax.tree.map(lambda _: True, phi), phi, rule=note)
+    return found
 
 
 # ---------------------------------------------------------------------------------------- the whole loop and its backward pass

@@ -109,6 +109,11 @@ REFUSED = {
     "infinite": (lambda: checks.not_negative("mu", np.inf), "mu=inf must be finite"),
     "a bool": (lambda: checks.count("epochs", True), "epochs=True must be an integer of at least 1"),
     "a float": (lambda: checks.count("epochs", 2.0), "epochs=2.0 must be an integer of at least 1"),
+    "an array of one count": (
+        lambda: checks.count("epochs", jnp.array(2)),
+        "epochs=2 must be .* of at least 1, not an array$",
+    ),
+    "an array of one seed": (lambda: checks.seed("seed", np.array(2)), r"below 2\*\*63 or a NumPy generator, not an array$"),
     "below": (lambda: checks.count("epochs", 1, least=2), "epochs=1 must be an integer of at least 2"),
     "the whole": (lambda: checks.fraction("train", 1), "train=1 must lie strictly between 0 and 1"),
     "no number": (lambda: checks.fraction("train", "half"), "train='half' must lie strictly between 0 and 1"),

@@ -151,3 +151,19 @@ def test_leaves_that_are_no_floats_are_those_of_the_last_chunk_with_samples():
     batches = Batches(lambda step, chunk: Batch(weights[chunk], chunk, weights[chunk]), steps=1, max_steps=1, chunks=3)
     count, even = batches.mean(lambda batch: (jnp.int32(many) + batch.y, batch.y % 2 == 0), 0)
     assert int(count) == many + 1 and not even and count.dtype == jnp.int32 and even.dtype == bool
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": optax.adam}, "optimizer must be one of optax, built with its rate, e.g. optax.sgd.0.1., not"),
+        ({"optimizer": optax.lbfgs()}, "optimizer: it needs value= and grad= and value_fn= at each step"),
+        ({"loss": lambda *given: _loss(*given)[0]}, r"must return \(loss, variables\), not"),
+        ({"variables": START | {"w": jnp.arange(3)}}, r"must be floating-point to be differentiated, but \['w'\] is int"),
+    ],
+    ids=["a factory", "a line search", "a loss alone", "integers"],
+)
+def test_training_refuses_what_it_cannot_train_with(changes, message):
+    given = {"loss": _loss, "variables": START, "optimizer": optax.sgd(0.1)} | changes
+    with pytest.raises(ValueError, match=message):
+        local.train(KEY, batches=DATA.client(0)["train"].in_order(4), trainable=MOVES, **given)

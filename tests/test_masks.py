@@ -180,13 +180,25 @@ def test_variables_may_be_a_single_array():
             r"personal must have a Python bool at every leaf .* one value at \['params'\], where there are 12 leaves",
         ),
         ({"params": {}}, r"personal must have a Python bool at every leaf .* it has none at \['batch_stats'\]"),
-        (lambda task: jax.tree.map(lambda leaf: 1, masks.variables_shape(task)), "must hold Python bools, not arrays"),
-        (lambda task: jax.tree.map(lambda leaf: np.True_, masks.variables_shape(task)), "must hold Python bools, not arrays"),
+        (
+            lambda task: jax.tree.map(lambda leaf: 1, masks.variables_shape(task)),
+            "must hold Python bools, not 1: a mask is read",
+        ),
+        (
+            lambda task: jax.tree.map(lambda leaf: jnp.ones((), bool), masks.variables_shape(task)),
+            "bools, not an array: a mask",
+        ),
     ],
 )
 def test_a_wrong_mask_is_refused_by_name(network, spec, message):
     with pytest.raises(ValueError, match=message):
         masks.resolve(spec, network, name="personal")
+
+
+def test_bools_of_numpy_become_those_of_python(network):
+    head = masks.resolve("head", network)
+    assert set(map(type, jax.tree.leaves(masks.resolve(jax.tree.map(np.bool_, head), network)))) == {bool}
+    assert masks.resolve(jax.tree.map(np.bool_, head), network) == head
 
 
 @pytest.mark.parametrize("word", ["bn", "bn_affine", "bn_stats"])

@@ -53,6 +53,12 @@ def test_macro_f1_is_scikit_learns():
     np.testing.assert_allclose(metrics.macro_f1(CONFUSION), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16"])
+def test_scores_of_small_counts_do_not_overflow(dtype):
+    counts = np.full((1, 2, 2), 120, dtype)
+    assert metrics.macro_f1(counts) == metrics.accuracy(counts) == 0.5
+
+
 @pytest.mark.parametrize("score", [metrics.accuracy, metrics.macro_f1])
 def test_scores_of_weights_that_sum_to_less_than_one(score, rng):
     """Confusion matrices of weighted samples, and of whole ones in the same proportions."""

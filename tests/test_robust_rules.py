@@ -448,6 +448,23 @@ def test_what_a_rule_refuses(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [aggregate.median, aggregate.trimmed_mean(0.1), aggregate.krum(0), aggregate.bulyan(0), aggregate.geometric_median()],
+    ids=["median", "trimmed_mean", "krum", "bulyan", "geometric_median"],
+)
+def test_weights_are_one_for_each_upload(rule):
+    uploads = jnp.array([1.0, 2.0, 3.0])
+    for weights, message in [
+        (jnp.ones(()), r"weights must be \[C\].* not of shape \(\)"),
+        (jnp.ones(1), r"C=1, as many as there are weights, but the tree is of shape \(3,\)"),
+        (jnp.ones((3, 1)), r"not of shape \(3, 1\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            rule(uploads, weights)
+    assert rule(uploads, [1.0, 1.0, 1.0]) == pytest.approx(rule(uploads, jnp.ones(3)))
+
+
 def test_every_registered_rule_can_be_made_from_text(rng):
     options = {"trimmed_mean": ":share=0.2", "krum": ":f=1", "multi_krum": ":f=1,m=3", "bulyan": ":f=1"}
     uploads = rng.normal(size=(9, 3))

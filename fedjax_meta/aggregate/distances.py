@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.means import sum_clients, wide
+from fedjax_meta.aggregate.means import sum_clients, weights_of, wide
 from fedjax_meta.aggregate.ranks import median, sort_clients
 from fedjax_meta.aggregate.rule import Aggregator
 from fedjax_meta.numerics.units import power_of_two
@@ -90,7 +90,8 @@ def geometric_median(iterations: int = 10, smoothing: Rate = 1e-6) -> Aggregator
 
     Args:
       iterations: Weiszfeld steps, at least 1.
-      smoothing: nu, above 0: the distance within which the point counts as being at an upload.
+      smoothing: nu, above 0: the distance within which the point counts as being at an upload. It is in the units of the
+        uploads: where they lie no further apart than this, the result stays near the median of each number.
 
     Raises:
       ValueError: an option out of range.
@@ -102,8 +103,9 @@ def geometric_median(iterations: int = 10, smoothing: Rate = 1e-6) -> Aggregator
 
 def present(stacked: PyTree, weight: jax.Array) -> jax.Array:
     """Bool `[C]`: whose uploads returned and are finite."""
+    weight = weights_of(stacked, weight)
     finite = [jnp.all(jnp.isfinite(wide(leaf)), tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(stacked)]
-    return jnp.all(jnp.stack([jnp.asarray(weight) > 0, *finite]), 0)
+    return jnp.all(jnp.stack([weight > 0, *finite]), 0)
 
 
 def cleaned(stacked: PyTree, there: jax.Array) -> PyTree:
@@ -177,12 +179,12 @@ def _order(square: jax.Array, there: jax.Array, f: int) -> jax.Array:
 
 
 def _multi_krum(stacked: PyTree, weight: jax.Array, *, f: int, m: int | None) -> PyTree:
-    clients = len(weight)
+    there = present(stacked, weight)
+    clients = len(there)
     if 2 * f + 2 >= clients:
         raise ValueError(f"f={f} is too many for krum with C={clients} clients: it must be below (C - 2) / 2")
     if m is not None and m > clients:
         raise ValueError(f"m={m} is more than the C={clients} clients of a cohort")
-    there = present(stacked, weight)
     clean = cleaned(stacked, there)
     best = _order(squared_distances(clean), there, f)
     wanted = jnp.maximum(jnp.sum(there) - f - 2, 1) if m is None else m
@@ -191,10 +193,10 @@ def _multi_krum(stacked: PyTree, weight: jax.Array, *, f: int, m: int | None) ->
 
 
 def _bulyan(stacked: PyTree, weight: jax.Array, *, f: int) -> PyTree:
-    clients = len(weight)
+    there = present(stacked, weight)
+    clients = len(there)
     if clients < 4 * f + 3:
         raise ValueError(f"f={f} is too many for bulyan with C={clients} clients: C must be at least 4 f + 3 = {4 * f + 3}")
-    there = present(stacked, weight)
     clean = cleaned(stacked, there)
     square, selected = squared_distances(clean), jnp.maximum(jnp.sum(there) - 2 * f, jnp.minimum(jnp.sum(there), 1))
 

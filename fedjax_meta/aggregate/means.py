@@ -24,6 +24,24 @@ def client_weight(weighting: str, data: ClientData) -> jax.Array:
     return jnp.ones(()) if view is None else jnp.asarray(data[view].size, jnp.result_type(float))
 
 
+def weights_of(stacked: PyTree, weight: ArrayLike) -> jax.Array:
+    """The weights `[C]` of stacked uploads.
+
+    Raises:
+      ValueError: other weights than one for each client, uploads that are not stacked.
+    """
+    weight = jnp.asarray(weight)
+    if weight.ndim != 1:
+        raise ValueError(f"weights must be [C], one number for each client, not of shape {weight.shape}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stacked):
+        if jnp.shape(leaf)[:1] != weight.shape:
+            raise ValueError(
+                f"uploads must be stacked as leaves [C, ...] with C={len(weight)}, as many as there are weights, but "
+                f"{jax.tree_util.keystr(path) or 'the tree'} is of shape {jnp.shape(leaf)}"
+            )
+    return weight
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=["dtypes"])
 @dataclass(frozen=True)
 class WeightedSum:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_meta import checks
-from fedjax_meta.aggregate.means import sum_clients, wide
+from fedjax_meta.aggregate.means import sum_clients, weights_of, wide
 from fedjax_meta.aggregate.rule import Aggregator
 from fedjax_meta.types import PyTree
 
@@ -23,6 +23,9 @@ def median(stacked: PyTree, weight: jax.Array) -> PyTree:
     Args:
       stacked: leaves `[C, ...]`.
       weight: `[C]`; clients whose weight is not above 0 did not return.
+
+    Raises:
+      ValueError: weights or uploads of other shapes.
 
     Example:
       >>> median(jnp.array([1.0, 2.0, 4.0, jnp.nan, 9.0]), jnp.array([1, 1, 1, 1, 0])).tolist()
@@ -45,7 +48,7 @@ def trimmed_mean(share: float) -> Aggregator:
       share: beta, at least 0 and below 1/2; of n clients, floor(share * n) are left out at each end.
 
     Raises:
-      ValueError: `share` out of range.
+      ValueError: `share` out of range; on use, as `median`.
 
     Example:
       >>> trimmed_mean(0.25)(jnp.array([1.0, 2.0, 4.0, jnp.nan]), jnp.ones(4)).tolist()
@@ -86,7 +89,7 @@ def _inner_mean(share: float, ordered: jax.Array, count: jax.Array) -> jax.Array
 
 def _by_rank(choose: Callable[[jax.Array, jax.Array], jax.Array], stacked: PyTree, weight: jax.Array) -> PyTree:
     """`choose(sorted values, number of clients that returned)` of each leaf; values of other clients, and NaN, are infinity."""
-    returned = weight > 0
+    returned = weights_of(stacked, weight) > 0
     count = jnp.sum(returned)
 
     def one(leaf: jax.Array) -> jax.Array:

@@ -31,6 +31,11 @@ def real_samples(batch: PyTree) -> jax.Array:
     if isinstance(getattr(batch, "y", None), Weighted):
         # A mean over entries: a chunk with few real tokens counts little in the mean of its step.
         return jnp.sum(entry_weights(batch, batch.y.weight))
+    if not hasattr(batch, "weight"):
+        raise ValueError(
+            f"a mean over several batches weighs each by its samples, but {type(batch).__name__} has no weight to count them by: "
+            "write Batches(..., samples=lambda batch: number)"
+        )
     return jnp.sum(batch.weight)
 
 
@@ -50,11 +55,11 @@ class Batches:
       steps: number of steps, an integer or a traced int32 scalar.
       max_steps: static upper bound of `steps`, for code that stores something for each step; meta-gradients take no more steps.
       chunks: number of batches that make up one step, an integer or a traced int32 scalar.
-      samples: `batch -> number of real samples`, the weight of a chunk in the mean over its step; the sum of the weights of its
-        targets where they have their own (`Weighted`).
+      samples: `batch -> number of real samples`, the weight of a chunk in the mean over its step; by default that of a `Batch`,
+        which is the sum of the weights of its targets where they have their own (`Weighted`).
 
     Raises:
-      ValueError: more steps than `max_steps`.
+      ValueError: more steps than `max_steps`; on use, a mean over batches of another kind without `samples`.
     """
 
     get: Callable[[Scalar, Scalar], PyTree]

@@ -283,7 +283,7 @@ def _view_runs(
             has = "1 sample" if sizes[bad] == 1 else f"{sizes[bad]} samples"
             raise ValueError(
                 f"view {name!r} of client {bad} is empty: it begins at {first[bad]} and ends at {stop[bad]} of {has}. "
-                "The default views need 5 samples of each client: leave smaller ones out, or give views"
+                "Each view needs a sample of every client, and those of `train_test_views` need 5 samples of a client"
             )
         start[name], size[name] = (base + first).astype(np.int32), (stop - first).astype(np.int32)
     return start, size

@@ -1,21 +1,20 @@
-"""Functions whose square roots have the derivative 0 where it is infinite, at 0.
+"""Functions whose square roots and quotients have the derivative 0 where it is infinite, at 0.
 
 An optimiser like Adam divides by the root of a mean of squares. Where a gradient is exactly 0 (a pixel that is always black, a
 dead unit), reverse mode takes the infinite derivative of the root times that of the square, 0, which is NaN. The limit is 0.
 
-RAdam also takes the root of a negative number, in a branch that it does not select. Reverse mode multiplies that NaN by 0, so
-that the root is 0 here. A result that is NaN because of such a root stays NaN.
+Clipping by a norm divides by that norm in a branch that it does not select where the norm is 0; reverse mode multiplies that
+infinite derivative by 0. RAdam takes the root of a negative number in such a branch, so that the root is 0 here. A result that is
+NaN because of such a root or quotient stays NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
-
-from fedjax_meta.dependence import operations
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -35,13 +34,40 @@ def root(x: jax.Array, power: float) -> jax.Array:
 
 @root.defjvp
 def _root_jvp(power: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    value = root(primals[0], power)
-    slope = power * (value / primals[0])
-    return value, jnp.where(jnp.isfinite(slope), slope, 1 if power == 1 else 0) * tangents[0]
+    (x,) = primals
+    value = root(x, power)
+    # The slope is finite itself, so that it can be differentiated in its turn.
+    slope = power * quotient(value, jnp.where(x == 0, 1, x))
+    return value, jnp.where((x != 0) & jnp.isfinite(slope), slope, 1 if power == 1 else 0) * tangents[0]
+
+
+@jax.custom_jvp
+def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x / y, with the derivative 0 where that is not finite.
+
+    Example:
+      >>> jax.grad(lambda y: jnp.where(y == 0, 0, quotient(1.0, y)))(0.0).item()
+      0.0
+    """
+    return x / y
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    (x, y), (dx, dy) = primals, tangents
+    value = quotient(x, y)
+    divisor = jnp.where(y == 0, 1, y)
+    of_x, of_y = (jnp.where(y == 0, 0, slope) for slope in (1 / divisor, -value / divisor))
+    of_x, of_y = (jnp.where(jnp.isfinite(slope), slope, 0) for slope in (of_x, of_y))
+    return value, of_x * dx + of_y * dy
+
+
+REPLACED = ("sqrt", "rsqrt", "pow", "integer_pow", "div")
+"""Operations that `finite_at_zero` may replace."""
 
 
 def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `root` in place of its square roots, also of those in calls and conditions, but not in loops.
+    """The function with `root` and `quotient` in place of its own, also of those in calls and conditions, but not in loops.
 
     Its results are NaN where those of the function are.
 
@@ -52,13 +78,23 @@ def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def evaluated(*arguments: Any) -> Any:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        if not any(equation.primitive.name in REPLACED for equation in _entered(program.jaxpr)):
+            return function(*arguments)
         results = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments))
-        if any(one.primitive.name in ("sqrt", "rsqrt", "pow") for one in operations(program.jaxpr)):
-            plain = jax.tree.leaves(function(*jax.lax.stop_gradient(arguments)))
-            results = list(map(_not_a_number_as, plain, results))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        plain = jax.tree.leaves(function(*jax.lax.stop_gradient(arguments)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), map(_not_a_number_as, plain, results))
 
     return evaluated
+
+
+def _entered(program: Jaxpr) -> Iterator[Any]:
+    """The operations of a program and of the calls and conditions in it."""
+    for equation in program.eqns:
+        yield equation
+        params = equation.params
+        inner = {"jit": "jaxpr", "pjit": "jaxpr", "cond": "branches"}.get(equation.primitive.name)
+        for one in () if inner is None else params[inner] if inner == "branches" else (params[inner],):
+            yield from _entered(one.jaxpr)
 
 
 def _not_a_number_as(plain: Any, result: Any) -> Any:
@@ -80,6 +116,10 @@ def _operate(equation: Any, given: list[Any]) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     if name in ("sqrt", "rsqrt"):
         return [root(*given, 0.5 if name == "sqrt" else -0.5)]
+    if name == "div" and jnp.issubdtype(jnp.result_type(given[0]), jnp.floating):
+        return [quotient(*given)]
+    if name == "integer_pow" and params["y"] < 0:
+        return [root(*given, params["y"])]
     if name == "pow" and isinstance(equation.invars[1], Literal):
         return [root(given[0], float(given[1]))]
     if name in ("jit", "pjit"):

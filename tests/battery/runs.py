@@ -97,8 +97,8 @@ MASKS = {
     ]),
     "a mask of no task": Row(lambda: masks.resolve("head", None), ("resolve's first argument must be a Task",)),
     "an array for a mask": Row(
-        lambda: masks.resolve(jax.tree.map(lambda _: np.True_, masks.everything(problems.task())), problems.task()),
-        ("mask must hold Python bools, not arrays",),
+        lambda: masks.resolve(jax.tree.map(lambda _: np.ones((), bool), masks.everything(problems.task())), problems.task()),
+        ("mask must hold Python bools, not an array: a mask is read",),
     ),
     "last(-1)": Row(lambda: masks.last(-1), ("depth=-1 must be an integer",)),
     "first('1')": Row(lambda: masks.first("1"), ("depth='1' must be an integer",)),

@@ -1,9 +1,10 @@
-"""Roots whose derivative at 0 counts as 0."""
+"""Roots and quotients whose derivatives at 0 count as 0."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from fedjax_meta.numerics.roots import finite_at_zero
+from fedjax_meta.numerics.roots import finite_at_zero, quotient, root
 
 
 @pytest.mark.parametrize("power", [0.25, 0.5])
@@ -11,3 +12,30 @@ def test_a_power_below_1_has_a_finite_derivative_at_0_and_the_true_one_elsewhere
     gradient = jax.grad(finite_at_zero(lambda x: (x * x) ** power))
     assert gradient(0.0) == 0
     assert gradient(3.0) == pytest.approx(2 * power * 3.0 ** (2 * power - 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("power", [0.5, -0.5, -1])
+def test_second_derivatives_are_finite_at_0_too(power):
+    square = lambda x: jnp.where(x == 0, 0, root(x * x, power))  # noqa: E731
+    for twice in (jax.grad(jax.grad(square)), jax.jacfwd(jax.jacfwd(square)), jax.jacfwd(jax.grad(square))):
+        assert twice(0.0) == 0
+        assert twice(3.0) == pytest.approx(2 * power * (2 * power - 1) * 3.0 ** (2 * power - 2), abs=1e-12)
+
+
+def test_a_quotient_has_its_derivatives_except_at_0():
+    assert jax.grad(quotient, (0, 1))(3.0, 4.0) == pytest.approx((1 / 4, -3 / 16))
+    assert jax.grad(jax.grad(quotient, 1), 1)(3.0, 4.0) == pytest.approx(2 * 3 / 64)
+    three, zero = jnp.array(3.0), jnp.array(0.0)
+    assert jax.grad(quotient, (0, 1))(three, zero) == (0, 0)
+    assert jax.grad(jax.grad(quotient, 1), 1)(three, zero) == 0
+
+
+@pytest.mark.parametrize("inverse", [lambda y: 1 / y, lambda y: y**-1, lambda y: jax.lax.integer_pow(y, -2)])
+def test_an_inverse_in_a_branch_that_is_not_selected_spreads_no_nan(inverse):
+    safe = finite_at_zero(lambda y: jnp.where(y == 0, 5 * y, inverse(y)))
+    assert jax.grad(safe)(jnp.array(0.0)) == 5
+    assert jax.grad(safe)(jnp.array(2.0)) == pytest.approx(jax.grad(inverse)(2.0), rel=1e-12)
+
+
+def test_integers_are_divided_as_they_were():
+    assert finite_at_zero(lambda n: jax.lax.div(n, jnp.int32(3)))(jnp.int32(7)) == 2
