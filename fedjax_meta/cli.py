@@ -335,6 +335,7 @@ def clients(
         checks.writable("--out", path, endings=checks.FIGURES)
     for name, built in runs.build(asked.study, data_dir).items():
         terminal.table(holdings.table(name, built))
+        console.print(f"targets: {escape.console(built.targets)}", style="dim", soft_wrap=True)
         if built.note:
             console.print(escape.console(built.note), style="dim", soft_wrap=True)
         if out:

@@ -10,7 +10,7 @@ import pickle
 import sqlite3
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from fedjax_meta import checks, runtime
 from fedjax_meta.data import text
 from fedjax_meta.data.natural import Natural, class_labels, decoded, of_clients
+from fedjax_meta.data.samples import class_count
 
 PAIRS = (("pixels", "label"), ("x", "y"), ("image", "label"))
 """Names of inputs and targets in the data sets of FedJAX and TensorFlow Federated."""
@@ -139,8 +140,7 @@ def _natural(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, l
             raise ValueError(f"client {client!r} of {shown} must have {' and '.join(pair)} of each sample")
         grey = pair[0] != "x" and x.ndim == 3  # images without a channel
         rows.append((client, x[..., None] if grey else x, class_labels(y, f"client {client!r} of {shown}")))
-    classes = int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1
-    return of_clients(rows, where=shown, num_classes=classes, name=name, published=published)
+    return of_clients(rows, where=shown, num_classes=_classes(rows), name=name, published=published)
 
 
 def _of_snippets(clients: list[tuple[str, dict[str, Any]]], shown: str, name: str, length: int, published: str) -> Natural:
@@ -203,11 +203,18 @@ def _inflated(data: bytes) -> bytes:
     return found
 
 
+def _classes(rows: Sequence[tuple[str, Any, np.ndarray]]) -> int:
+    """How many classes the clients (name, x, y) have, at least 1; see `class_count` for what it warns of."""
+    return max(class_count(*(y for _, _, y in rows)), 1)
+
+
 # ----------------------------------------------------------------------------------------------------------------------- PFLlib
 
 
 def read_pfllib(folder: str | os.PathLike) -> Natural:
     """Reads a data set of PFLlib: folders `train` and `test` with `0.npz, 1.npz, ...`, each with x and y of a client.
+
+    Images of up to 4 channels, `[n, channels, height, width]`, become `[n, height, width, channels]`.
 
     Raises:
       ValueError: no such folders, a client in one of them alone, a file that holds anything but arrays x and y.
@@ -231,14 +238,14 @@ def read_pfllib(folder: str | os.PathLike) -> Natural:
             raise ValueError(f"client {client} of {str(folder)!r} has samples {list(x.shape[1:])} in train and others in test")
         inputs = np.concatenate([x, x_test])
         # PFLlib stores images [channels, height, width].
-        inputs = np.moveaxis(inputs, 1, -1) if inputs.ndim == 4 and inputs.shape[1] in (1, 3) else inputs
+        inputs = np.moveaxis(inputs, 1, -1) if inputs.ndim == 4 and inputs.shape[1] <= 4 else inputs
         labels = class_labels(np.concatenate([y, y_test]), f"client {client} of {str(folder)!r}")
         rows.append((client, inputs, labels))
         sizes.append(len(y))
     return of_clients(
         rows,
         where=repr(str(folder)),
-        num_classes=int(max((y.max() for _, _, y in rows if len(y)), default=0)) + 1,
+        num_classes=_classes(rows),
         name=folder.name,
         train_sizes=np.array(sizes, np.int64),
     )

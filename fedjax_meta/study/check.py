@@ -178,7 +178,7 @@ def _check_cohort(study: Study, size: int, training: Sequence[FederatedData]) ->
         held = f"; {known} known clients, {least} of them in trials (tuning.clients={study.tuning.clients})"
         raise ValueError(
             f"cohort_size={size} is more than the N={least} clients there are{held if least < known else ''}: "
-            f"federation.cohort_size is at most {least}"
+            f"federation.cohort_size is at most {least}; on the command line, --set federation.cohort_size={least}"
         )
 
 

@@ -107,12 +107,13 @@ def _line(study: Study, outcome: Outcome, clients: Clients, base: np.ndarray | N
         for title, floor in floors.items()
         if (gain := known.kind.gain(mean[0], floor)) < 0 or (gain == 0 and title != baselines.UNTRAINED)
     ]
-    shares_nothing = ["clients share nothing: all of the model is their own"] if up == 0 and not itself else []
+    shares_nothing = ["clients send nothing: no part of the model is trained together"] if up == 0 and not itself else []
     remarks = [
         *_remarks(study, outcome, clients),
         *worse,
         *shares_nothing,
-        *guarantees.words(study, algorithm, clients.train.num_clients, tuned=bool(outcome.tuning)),
+        # Where nothing is sent, noise on uploads is nowhere, and an epsilon would be of nothing.
+        *([] if up == 0 else guarantees.words(study, algorithm, clients.train.num_clients, tuned=bool(outcome.tuning))),
     ]
     remarks += summary.remarks(study, outcome)
     return Line(
@@ -329,7 +330,10 @@ def gains(study: Study, outcomes: Sequence[Outcome], clients: Clients | None = N
                 least, most = int(gain.argmin()), int(gain.argmax())
                 digits = "+.1f" if mine.kind.share else "+.3g"
                 names = _names(study, one, group, called.get(group, ()))
-                ends = [f"{gain[i]:{digits}} ({names[i]})" for i in (least, most)]
+                ends = [
+                    f"{gain[i]:{digits}} ({names[i]})" if there else "none"
+                    for i, there in ((least, gain[least] < 0), (most, gain[most] > 0))
+                ]
                 share = f"{100 * np.mean(gain < 0):.0f} %"
                 titles = study.title_of(one.system), study.title_of(reference.system)
                 rows.append([*titles, group, share, f"{np.median(gain):{digits}}", *ends])

@@ -485,6 +485,17 @@ def test_pfllib_folders_are_read_without_running_what_is_in_them(tmp_path):
     np.testing.assert_array_equal(data.y[-25:], y)
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_pfllib_images_end_with_their_channels_and_an_empty_class_is_told(channels, tmp_path):
+    x = np.random.default_rng(0).normal(size=(6, channels, 8, 9)).astype(np.float32)
+    for part in ("train", "test"):
+        pfllib_client(tmp_path / part, 0, x, np.array([1, 2, 3, 1, 2, 3]))
+    with pytest.warns(UserWarning, match="labels run from 1 to 3.*subtract 1"):
+        data = read_pfllib(tmp_path)
+    np.testing.assert_array_equal(data.x[:6], np.moveaxis(x, 1, -1))
+    assert data.num_classes == 4
+
+
 def test_fortran_order_and_other_byte_orders_are_read(tmp_path):
     x = np.asfortranarray(np.arange(12.0).reshape(3, 4)).astype(">f8", order="F")
     for part in ("train", "test"):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fedjax_meta.numerics.roots import finite_at_zero, quotient, root
@@ -30,7 +31,7 @@ def test_a_quotient_has_its_derivatives_except_at_0():
     assert jax.grad(jax.grad(quotient, 1), 1)(three, zero) == 0
 
 
-@pytest.mark.parametrize("inverse", [lambda y: 1 / y, lambda y: y**-1, lambda y: jax.lax.integer_pow(y, -2)])
+@pytest.mark.parametrize("inverse", [lambda y: 1 / y, lambda y: y**-1, lambda y: jax.lax.integer_pow(y, -2), jax.lax.rsqrt])
 def test_an_inverse_in_a_branch_that_is_not_selected_spreads_no_nan(inverse):
     safe = finite_at_zero(lambda y: jnp.where(y == 0, 5 * y, inverse(y)))
     assert jax.grad(safe)(jnp.array(0.0)) == 5
@@ -39,3 +40,9 @@ def test_an_inverse_in_a_branch_that_is_not_selected_spreads_no_nan(inverse):
 
 def test_integers_are_divided_as_they_were():
     assert finite_at_zero(lambda n: jax.lax.div(n, jnp.int32(3)))(jnp.int32(7)) == 2
+
+
+@pytest.mark.parametrize("function", [jax.lax.rsqrt, jnp.sqrt, lambda x: 1 / x, lambda x: x**0.3])
+def test_values_are_those_of_the_function(function):
+    x = jnp.array([0.0, 4.0, 1e-300, jnp.inf])
+    np.testing.assert_array_equal(finite_at_zero(function)(x), function(x))

@@ -270,7 +270,7 @@ def test_a_system_that_shares_nothing_says_so(tmp_path):
     systems = "fedper(lr=0.1),local_only(lr=0.1)"
     common = ("run", "--systems", systems, "--dataset", "digits", "--clients", "6", "--rounds", "1", "--out", tmp_path / "run")
     text = " ".join(said(*common, "--model", "logistic")[1].split())
-    assert text.count("clients share nothing: all of the model is their own") == 1
+    assert text.count("clients send nothing: no part of the model is trained together") == 1
     clients = report.load_clients(tmp_path / "run")
     assert set(map(tuple, clients[["system", "clients"]].drop_duplicates().to_numpy())) == {
         ("fedper", "known"),
