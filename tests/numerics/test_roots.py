@@ -46,3 +46,13 @@ def test_integers_are_divided_as_they_were():
 def test_values_are_those_of_the_function(function):
     x = jnp.array([0.0, 4.0, 1e-300, jnp.inf])
     np.testing.assert_array_equal(finite_at_zero(function)(x), function(x))
+
+
+def test_conditions_and_calls_are_entered():
+    def function(x, y):
+        return jax.lax.cond(x > 1, jax.jit(lambda x, y: y * jnp.sqrt(x - 4)), lambda x, y: 3 * x, x, y)
+
+    found = jax.grad(finite_at_zero(function), (0, 1))
+    assert found(jnp.array(4.0), jnp.array(2.0)) == (0, 0)  # the slope of the root is infinite
+    assert found(jnp.array(8.0), jnp.array(2.0)) == pytest.approx((0.5, 2))
+    assert found(jnp.array(0.5), jnp.array(2.0)) == (3, 0)
