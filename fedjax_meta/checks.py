@@ -193,8 +193,12 @@ def numeric(name: str, values: Any, *, integers: bool = False) -> np.ndarray:
     """Concrete `values` as one NumPy array of real numbers.
 
     Raises:
-      ValueError: ragged lists, text, objects, complex numbers, bools; with `integers`, anything but integers.
+      ValueError: traced values, ragged lists, text, objects, complex numbers, bools; with `integers`, anything but integers.
     """
+    if isinstance(values, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be known, but is traced: a function that is compiled returns it, and it is read outside"
+        )
     array = _numbers(values)
     if array is not None and (not integers or np.issubdtype(array.dtype, np.integer) or not array.size):
         # NumPy turns sums of uint64 and int64 into floats.

@@ -260,7 +260,7 @@ def run(
         raise ValueError("--shared: processes share a run through its folder, so --out must name the folder")
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is no folder")
-    makes = loggers.made(log) if log else {}
+    makes = {} if log is None else loggers.made(log)
     runtime.use_all_cores()
     built = runs.build(chosen, data_dir)
     if dry_run:
@@ -419,7 +419,7 @@ def export_(
     """
     with one_line_errors(debug):
         wanted = {"scenario": scenario, "seed": seed, "client": client, "new_client": new_client, "data_dir": data_dir}
-        found = of_run(folder, system, **wanted)  # type: ignore[arg-type]
+        found = of_run(folder, system, layout="flax", **wanted)  # type: ignore[arg-type]
         export.save(out, found.variables, found.about)
         if found.about["diverged"] is not None:
             errors.print(f"this run diverged at round {found.about['diverged']}", style="yellow")

@@ -10,7 +10,7 @@ what they are. This reads them anywhere::
 
 The networks of `models` for images and sensors keep the outputs of a kernel on its first axis. In the files of runs they are on
 the last one, as in Flax (`flax_layout`), so that `Dense`, `Conv`, `BatchNorm` and `GroupNorm` of `flax.linen` take the variables
-as they are.
+as they are; `own_layout` turns them back.
 """
 
 import json
@@ -193,9 +193,17 @@ OWN_LAYERS = ("mlp", "lenet", "fedpac_cnn", "mtfl_mlp", "mtfl_cnn", "elu_mlp", "
 
 def flax_layout(variables: Variables) -> Variables:
     """The variables of a model of `OWN_LAYERS` with every kernel as Flax has it, its outputs on the last axis."""
+    return _kernels_moved(variables, 0, -1)
 
+
+def own_layout(variables: Variables) -> Variables:
+    """The inverse of `flax_layout`: a model from a file of `fedjax-meta export`, as tasks of `OWN_LAYERS` take it."""
+    return _kernels_moved(variables, -1, 0)
+
+
+def _kernels_moved(variables: Variables, source: int, destination: int) -> Variables:
     def moved(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        return np.moveaxis(np.asarray(leaf), 0, -1) if name == "kernel" else leaf
+        return np.moveaxis(np.asarray(leaf), source, destination) if name == "kernel" else leaf
 
     return jax.tree_util.tree_map_with_path(moved, variables)

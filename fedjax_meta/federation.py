@@ -216,15 +216,17 @@ def _check_task(task: Task, roles: Roles, data: FederatedData) -> None:
     weight: Any = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
     batch = Batch(x, y, weight)
     form = f"inputs {_form(x)} and {'labels' if data.num_classes else 'targets'} {_form(y)}"
+    part = "model"
     try:
         logits = jax.eval_shape(task.predict, variables, x)
+        part = "loss"
         program, (loss, after) = jax.make_jaxpr(_loss_of(task), return_shape=True)(variables, batch)
         criterion = getattr(task.loss, "criterion", None)
         if isinstance(criterion, MeanLoss):
             check_entries(criterion.name, criterion.entries, logits, targets(batch))
     # The task is code of the user's own, and JAX and Flax raise exceptions of many types for shapes that do not fit.
     except Exception as error:
-        raise ValueError(f"the model does not take these data, {form}: {checks.first_line(error)}") from error
+        raise ValueError(f"the {part} does not take these data, {form}: {checks.first_line(error)}") from error
     if loss.shape != ():
         raise ValueError(f"the task's loss must be one number, the mean over a batch, not {loss.dtype}{list(loss.shape)}")
     _check_weight_is_read(program, len(jax.tree.leaves(variables)), len(jax.tree.leaves((x, y))), after)

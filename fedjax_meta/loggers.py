@@ -200,15 +200,22 @@ def made(names: str) -> dict[str, Make]:
     for name in (part.strip() for part in names.split(",")):
         if ":" in name:
             found[name] = imported("logger", name)
-            if not callable(found[name]):
-                raise ValueError(
-                    f"logger {name} must be a class or a function (folder, name), not {checks.shown(found[name])}"
-                )
+            checks.function(f"logger {name}", found[name], ("folder", "name"), "a class with __init__(self, folder, name)")
+            if isinstance(found[name], type):
+                check(name, found[name])
         else:
             checks.one_of("logger", name, [*LOGGERS, "module:Name"])
             found[name] = LOGGERS[name]
             found[name](Path(), "")  # says now, not after an hour, what is not installed
     return found
+
+
+def check(name: str, logger: Any) -> None:
+    """Raises `ValueError` unless a logger, or its class, has the methods of `Logger`."""
+    takes = {"start": "config", "log": "step, values", "finish": "status"}
+    lacks = [f"{method}({takes[method]})" for method in takes if not callable(getattr(logger, method, None))]
+    if lacks:
+        raise ValueError(f"logger {name} has no {' and no '.join(lacks)}")
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
         `[N, ...]` of a state are NumPy arrays, and every round changes these same objects. See `host_store`.
 
     Returns:
-      (final state, records).
+      (final state, records of this call). A state that has finished all `rounds` gets none.
 
     Raises:
       OSError: a store's folder cannot be written.
@@ -147,6 +147,7 @@ def simulate(  # over 80 lines: half of them explain the arguments
     runtime.log_idle_cores()
     tests = dict(evaluators or {})
     for name, test in tests.items():
+        checks.word("the name of an evaluator", name)
         if not isinstance(test, Evaluator):
             example = "fm.Evaluator(lambda key, state, data: fm.evaluate(method, key, state, data), data)"
             raise TypeError(f"evaluators[{name!r}] must be an Evaluator, e.g. {example}, not {checks.shown(test)}")

@@ -8,6 +8,7 @@ after the other: no core waits for another within a round. On an accelerator the
 import contextlib
 import copy
 import dataclasses
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,7 +129,8 @@ def sweep(  # over 80 lines: half of them explain the arguments
         this call.
 
     Returns:
-      (state, leaves `[M, ...]`; the records of each member, which share the wall-clock of the sweep equally).
+      (state, leaves `[M, ...]`; the records of each member, which share the wall-clock of the sweep equally). Records are those
+      of this call: a state that has finished all `rounds` gets none.
 
     Raises:
       ValueError: no members, members of different names, a value that the method refuses, a state of another sweep or of members
@@ -147,6 +149,8 @@ def sweep(  # over 80 lines: half of them explain the arguments
     ):
         if told is not None:
             checks.function(name, told, takes, f"lambda {', '.join(takes)}: ...")
+    if active is not None and not np.iterable(active):
+        raise ValueError(f"active={checks.shown(active)} must say for each member whether it goes on")
     some_rest = active is not None and not all(active)
     if programs is None:
         programs = Programs(
@@ -160,6 +164,7 @@ def sweep(  # over 80 lines: half of them explain the arguments
             prunes=prune is not None or some_rest,
         )
     else:
+        checks.instance("programs", programs, Programs, "sweeps.Programs(build, members, data)")
         programs.check_of(members, data, federation, evaluators, devices, at_once, prunes=prune is not None or some_rest)
     check_values(programs.algorithm.task, data)
     for seed in dict.fromkeys(member.seed for member in members):
@@ -203,9 +208,15 @@ def _checked(build: Any, members: Any, evaluators: Any) -> list[Member]:
     for one in made:
         if not isinstance(one, Member):
             raise ValueError(f"members must be what sweeps.members(points, seeds) gives, not {checks.shown(one)}")
+        if not isinstance(one.numbers, Mapping):
+            raise ValueError(f"a member has numbers by name, e.g. Member({{'lr': 0.1}}, 1), not {checks.shown(one.numbers)}")
+        for name, value in one.numbers.items():
+            checks.finite(name, value)
+        checks.seed("seed", one.seed, bits=32)
     if not isinstance(evaluators or {}, Mapping):
         raise ValueError(f"evaluators={checks.shown(evaluators)} must be a mapping of names to sweeps.MemberEvaluator")
     for name, test in (evaluators or {}).items():
+        checks.word("the name of an evaluator", name)
         if not isinstance(test, MemberEvaluator):
             raise ValueError(f"evaluators[{name!r}] must be a sweeps.MemberEvaluator, not {checks.shown(test)}")
     return made
@@ -216,6 +227,8 @@ def _stops(rounds: int, eval_every: int | Sequence[int]) -> list[int]:
     if isinstance(eval_every, (int, np.integer)):
         checks.count("eval_every", eval_every)
         return schedule(rounds, int(eval_every))
+    if not np.iterable(eval_every):
+        raise ValueError(f"eval_every={checks.shown(eval_every)} must be an integer, or the rounds after which to evaluate")
     for number in eval_every:
         checks.count("eval_every", number)
     return sorted({*(number for number in eval_every if number < rounds), rounds})
@@ -227,6 +240,12 @@ def members(points: Sequence[Mapping[str, float]], seeds: Sequence[int]) -> list
     Raises:
       ValueError: no points or seeds, a seed twice, points of different names, a value that is no number, a seed out of range.
     """
+    for name, given in (("points", points), ("seeds", seeds)):
+        if not np.iterable(given):
+            raise ValueError(
+                f"{name}={checks.shown(given)} must be a list, e.g. members(sweeps.grid(lr=[0.1, 0.3]), seeds=[1, 2])"
+            )
+    points, seeds = list(points), list(seeds)
     for seed in seeds:
         checks.seed("seed", seed, bits=32)
     for point in points:
@@ -255,6 +274,10 @@ def _check_members(members: Sequence[Member]) -> None:
 def _check_points(build: Build, members: Sequence[Member], federation: Federation | None) -> None:
     """Tries each point with plain numbers: traced ones pass every check."""
     _check_members(members)
+    try:
+        inspect.signature(build).bind(**members[0].numbers)
+    except TypeError as error:
+        raise ValueError(f"build must take the numbers of the members, {', '.join(members[0].numbers)}: {error}") from None
     for point in {tuple(member.numbers.items()) for member in members}:
         _algorithm(build, dict(point), federation)
 
@@ -269,6 +292,7 @@ def _algorithm(build: Build, numbers: Mapping[str, Any], federation: Federation 
 
 def alone(method: Method, federation: Federation) -> Algorithm:
     """A method in a federation as a member of a sweep runs it: on one device."""
+    checks.instance("federation", federation, Federation, "fm.Federation(cohort_size=5)")
     return federate(method, dataclasses.replace(federation, devices=1))
 
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedjax_meta as fm
-from fedjax_meta import checkpoint, export, models
+from fedjax_meta import checkpoint, export, models, tasks
 from fedjax_meta.cli import app
 from fedjax_meta.study import export as of_study
 from fedjax_meta.study import run
@@ -175,7 +175,7 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
     from safetensors import safe_open
 
     _, folder, outcomes = made
-    found = of_run(folder, "ditto")
+    found = of_run(folder, "ditto", layout="flax")
     export.save(tmp_path / "a.safetensors", found.variables, found.about)
     with safe_open(tmp_path / "a.safetensors", "np") as file:
         header = file.metadata()
@@ -189,6 +189,19 @@ def test_the_header_says_what_it_is_and_the_server_has_one_model(made, tmp_path)
     own = of_run(folder, "ditto", client=0).variables
     other = of_run(folder, "ditto", client=1).variables
     assert not np.allclose(own["params"]["head"]["kernel"], other["params"]["head"]["kernel"])
+
+
+def test_a_model_of_a_run_starts_another_run(made):
+    """Its kernels are those of the task, also where they are square and a transposed one would fit; files have Flax's."""
+    chosen, folder, _ = made
+    task, found = chosen.scenarios["pairs"].build().task, of_run(folder, "ditto")
+    start = tasks.starting_from(task, found.variables).init(jax.random.key(0))
+    assert found.about["layout"] == "as trained" and problems.distance(start, found.variables) == 0
+    elsewhere = of_run(folder, "ditto", layout="flax").variables
+    assert elsewhere["params"]["head"]["kernel"].shape == start["params"]["head"]["kernel"].shape[::-1]
+    assert problems.distance(export.own_layout(elsewhere), start) == 0
+    with pytest.raises(ValueError, match="layout='Flax' is unknown"):
+        of_run(folder, "ditto", layout="Flax")
 
 
 @pytest.mark.parametrize("damage", ["a byte", "cut off", "deleted"])
@@ -337,7 +350,7 @@ def test_a_run_with_draws_stores_and_whole_numbers_in_its_grid(tmp_path):
         x, y = (np.asarray(part)[first : first + size] for part in (clients.train.x, clients.train.y))
         x = (x.astype(np.float32) - found.about["offset"]) * found.about["scale"]
         head = found.variables["params"]["head"]
-        correct = np.argmax(x.reshape(size, -1) @ head["kernel"] + head["bias"], 1) == y
+        correct = np.argmax(x.reshape(size, -1) @ head["kernel"].T + head["bias"], 1) == y
         trial = outcomes[place, "fedper"].final[1]
         assert correct.mean() == pytest.approx(trial.rows[-1]["tests"]["known"]["accuracy"][1], abs=1e-6)
         assert found.about["numbers"] == trial.numbers and found.about["round"] == 2

@@ -1,6 +1,5 @@
 """Loggers: what they are told, what TensorBoard reads back, and what is said when a package is missing."""
 
-import collections
 import functools
 import json
 import sys
@@ -273,9 +272,50 @@ def test_a_missing_package_is_named_before_anything_runs(name, package, tmp_path
     assert not (tmp_path / "x").exists()
 
 
+class NoArguments:
+    """A logger that takes no folder."""
+
+
+class OnlyStarts:
+    """A logger that gets no numbers."""
+
+    def __init__(self, folder, name):
+        pass
+
+    def start(self, config):
+        pass
+
+
+class Whole(OnlyStarts):
+    """A logger that keeps nothing."""
+
+    def log(self, step, values):
+        pass
+
+    def finish(self, status):
+        pass
+
+
+def test_a_function_that_makes_no_logger_is_named(tmp_path):
+    systems = {"fedavg": {"method": "fedavg", "options": {"lr": 0.1}}}
+    made = {"mine:make": OnlyStarts}
+    with (
+        pytest.raises(ValueError, match=r"logger mine:make has no log\(step, values\) and no finish"),
+        logged(Silent(), tmp_path, made, {"fedavg": {}}) as watcher,
+    ):
+        run.run(study(rounds=1, systems=systems, seeds=[1]), tmp_path, watcher=watcher)
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
-    [("board", "logger='board' is unknown"), ("json:Nothing", "has no attribute 'Nothing'"), ("no_x:Y", "no_x")],
+    [
+        ("board", "logger='board' is unknown"),
+        ("json:Nothing", "has no attribute 'Nothing'"),
+        ("no_x:Y", "no_x"),
+        ("", "names of loggers='' must be a word"),
+        (f"{__name__}:NoArguments", r"logger .*:NoArguments must be a function \(folder, name\), but NoArguments takes \(\)"),
+        (f"{__name__}:OnlyStarts", r"logger .*:OnlyStarts has no log\(step, values\) and no finish\(status\)"),
+    ],
 )
 def test_unknown_loggers_get_one_line(names, message):
     with pytest.raises(ValueError, match=message):
@@ -283,8 +323,8 @@ def test_unknown_loggers_get_one_line(names, message):
 
 
 def test_a_logger_of_ones_own_is_named_by_its_module():
-    assert loggers.made("collections:OrderedDict, tensorboard") == {
-        "collections:OrderedDict": collections.OrderedDict,
+    assert loggers.made(f"{__name__}:Whole, tensorboard") == {
+        f"{__name__}:Whole": Whole,
         "tensorboard": loggers.TensorBoard,
     }
 

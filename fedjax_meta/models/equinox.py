@@ -108,6 +108,15 @@ def from_equinox(
         outputs, updated = jax.vmap(of_one, in_axes=in_axes, out_axes=(0, None), axis_name=AXIS)(x, keys, weight)
         return outputs, _with_state(variables, places, updated) if stateful else variables
 
+    one = functional.samples(sample_shape, 1, sample_dtype)
+    try:
+        jax.eval_shape(lambda: run("__call__", init(jax.random.key(0)), functional.zeros(one), False, None, None)[0])
+    # The module is code of the user's own.
+    except Exception as error:
+        raise ValueError(
+            f"{name} must take one sample, without the axis of a batch, here {checks.shown(sample_shape)}: "
+            f"{checks.first_line(error)}"
+        ) from error
     return functional.from_methods(
         init,
         run,

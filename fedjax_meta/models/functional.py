@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -92,6 +92,9 @@ def from_functions(
     checks.function("trainable", trainable, ("variables",), "lambda variables: mask")
     if not callable(apply):
         raise ValueError(f"apply={checks.shown(apply)} must be a function (variables, x, *, train, key, weight)")
+    lacks = _not_taken(apply, ("train", "key", "weight"))
+    if lacks:
+        raise ValueError(f"apply must be a function (variables, x, *, train, key, weight), but it takes no {', '.join(lacks)}")
     if (features is None) != (head is None):
         raise ValueError("features and head must be given together")
     metrics = METRICS if isinstance(loss, str) and metrics is None else metrics
@@ -112,6 +115,16 @@ def from_functions(
         trainable=trainable,
         metrics=None if metrics is None else tuple(metrics),
     )
+
+
+def _not_taken(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Those of the names that are no keyword arguments of a function."""
+    try:
+        taken = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions have no signature
+        return []
+    known = names if any(one.kind is one.VAR_KEYWORD for one in taken) else [one.name for one in taken]
+    return [name for name in names if name not in known]
 
 
 class Run(Protocol):
@@ -189,7 +202,10 @@ class _Model:
         rows = jax.ShapeDtypeStruct(jax.tree.leaves(x)[0].shape[:1], jnp.result_type(float))
 
         def apply(variables: Variables, x: PyTree, key: Key, weight: jax.Array) -> Variables:
-            return self._apply(variables, x, train=True, key=key, weight=weight)[1]
+            returned = self._apply(variables, x, train=True, key=key, weight=weight)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise ValueError(f"apply must return (outputs, variables), not {checks.shown(returned)}")
+            return returned[1]
 
         given = self._forms, x, jax.eval_shape(jax.random.key, 0), rows
         traced, updated = jax.make_jaxpr(apply, return_shape=True)(*given)
@@ -337,9 +353,25 @@ def check_split(owner: str, has: Callable[[str], bool], features: str | None, he
             raise ValueError(f"{option}={name!r} is not a method of {owner}")
 
 
+_SET = ("train", "training", "deterministic", "weight")
+"""What a module's method may take besides its input."""
+
+_MODE = re.compile("train|determin|infer|eval|dropout")
+
+
 def flags(method: Callable[..., Any]) -> Callable[[bool, jax.Array | None], dict[str, Any]]:
-    """`(train, weight) -> keyword arguments`, reduced to those in the signature of a module's method."""
+    """`(train, weight) -> keyword arguments`, reduced to those in the signature of a module's method.
+
+    Raises:
+      ValueError: an argument that nobody sets although it must be, or that seems to say whether the module trains.
+    """
     accepted = inspect.signature(method).parameters
+    for name, parameter in list(accepted.items())[1 + ("self" in accepted) :]:
+        if name in _SET or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is parameter.empty or (isinstance(parameter.default, bool) and _MODE.search(name)):
+            left = "has no value" if parameter.default is parameter.empty else f"would always be {parameter.default}"
+            raise ValueError(f"{method.__qualname__} takes {name}, which {left}: only {', '.join(_SET)} are set; rename it")
 
     def arguments(train: bool, weight: jax.Array | None) -> dict[str, Any]:
         values = {"train": train, "training": train, "deterministic": not train, "weight": weight}

@@ -48,6 +48,7 @@ def of_run(
     client: int | str | None = None,
     new_client: int | str | None = None,
     data_dir: str | None = None,
+    layout: str = "as trained",
 ) -> Exported:
     """A model of a finished run, from the checkpoint after its last round.
 
@@ -60,12 +61,15 @@ def of_run(
         server's model when neither this nor `new_client` is given.
       new_client: a client that never trained.
       data_dir: where prepared data sets are.
+      layout: of kernels: "as trained", which the study's task and `tasks.starting_from` take, or "flax", what `flax.linen` takes,
+        where the model is of the library's networks for images and sensors (see `export.flax_layout`).
 
     Raises:
-      ValueError: a folder without a run, an unknown name, a client that is not there, no checkpoint of that seed, the server's
-        model of a method whose clients share none.
+      ValueError: another layout, a folder without a run, an unknown name, a client that is not there, no checkpoint of that seed,
+        the server's model of a method whose clients share none.
       OSError: a file cannot be read.
     """
+    checks.one_of("layout", layout, ("as trained", "flax"))
     folder = Path(folder)
     if not (folder / "study.yaml").is_file():
         raise ValueError(f"{folder} holds no run (no study.yaml)")
@@ -103,8 +107,8 @@ def of_run(
     def exported(variables: Variables, what: str) -> Exported:
         # A method's own tree, such as a mixture of models, has kernels of other shapes, and stays as it is.
         plain = name in OWN_LAYERS and checks.mismatch(variables, variables_shape(clients.task)) is None
-        layout = "flax" if plain else "as trained"
-        return Exported(flax_layout(variables) if plain else variables, {**about, "client": what, "layout": layout})
+        found = layout if plain else "as trained"
+        return Exported(flax_layout(variables) if found == "flax" else variables, {**about, "client": what, "layout": found})
 
     about: dict[str, Json] = {
         "fedjax_meta": __version__,

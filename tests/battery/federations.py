@@ -384,7 +384,7 @@ MEET = {
         ("the model does not take these data", "[8, 8, 1]"),
     ),
     "real targets for a classifier": Row(
-        lambda: _start(data=_regression()), ("the model does not take these data", "targets float64[]", "loss='squared'")
+        lambda: _start(data=_regression()), ("the loss does not take these data", "targets float64[]", "loss='squared'")
     ),
     "real targets where classes are needed": Row(
         lambda: _start("fedpac", data=_regression()),

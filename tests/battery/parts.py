@@ -180,6 +180,8 @@ TIMETABLES = {
     "a timetable of other clients": Row(lambda: _buffered(2, 5), ("fedbuff was made for N=5 clients", "but there are N=7")),
 }  # fmt: skip
 
+RATE = lambda lr: fm.fedavg(problems.task(), lr=lr)  # noqa: E731
+
 SWEEPS = {
     "a grid of a number": Row(lambda: sweeps.grid(lr=0.1), ("lr=0.1 must be a list of numbers, e.g. lr=[0.1, 0.3]",)),
     "a grid of text": Row(lambda: sweeps.grid(lr="0.1"), ("lr='0.1' must be a list of numbers",)),
@@ -192,10 +194,25 @@ SWEEPS = {
         ("points", ["lr"], "points must be numbers by name", "not 'lr'"),
         ("points", [{"lr": "x"}], "lr='x' must be a finite number"),
         ("points", [{"lr": NAN}], "lr=nan must be a finite number"),
+        ("points", 3, "points=3 must be a list, e.g. members(sweeps.grid(lr=[0.1, 0.3]), seeds=[1, 2])"),
+        ("seeds", 3, "seeds=3 must be a list"),
         ("points", [{"lr": 0.1}, {"mu": 0.1}], "all members must name the same numbers", "but one has mu=0.1, seed 1"),
     ]),
     **rows(fm.sweep, {"members": sweeps.members([{"lr": 0.1}], [1]), "data": DATA, "rounds": 1}, [
         ("build", lambda lr: None, "federate takes a method such as fm.fedavg(task), not NoneType"),
+        ("build", lambda rate: None, "build must take the numbers of the members, lr: missing a required argument: 'rate'"),
+        ("build", lambda lr: (fm.fedavg(problems.task(), lr=lr), None), "federation must be a Federation"),
+    ]),
+    **rows(fm.sweep, {"build": RATE, "members": sweeps.members([{"lr": 0.1}], [1]), "data": DATA, "rounds": 1}, [
+        ("federation", {"cohort_size": 2}, "federation must be a Federation, e.g. fm.Federation(cohort_size=5)"),
+        ("eval_every", None, "eval_every=None must be an integer, or the rounds after which to evaluate"),
+        ("eval_every", 1.5, "eval_every=1.5 must be an integer"),
+        ("active", 3, "active=3 must say for each member whether it goes on"),
+        ("programs", 3, "programs must be a Programs"),
+        ("members", [sweeps.Member(0.1, 1)], "a member has numbers by name, e.g. Member({'lr': 0.1}, 1), not 0.1"),
+        ("members", [sweeps.Member({"lr": "a"}, 1)], "lr='a' must be a finite number"),
+        ("members", [sweeps.Member({"lr": 0.1}, "1")], "seed='1' must be an integer"),
+        ("evaluators", {1: sweeps.MemberEvaluator(lambda *given: 0.0, DATA)}, "the name of an evaluator=1 must be a word"),
     ]),
 }  # fmt: skip
 

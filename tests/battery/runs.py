@@ -17,6 +17,22 @@ from tests.battery.table import ALGORITHM, DATA, KEY, STATE, TASK, Late, Row, ro
 NAN = float("nan")
 
 
+class Moded(nn.Module):
+    """Dropout by a flag that nobody sets."""
+
+    @nn.compact
+    def __call__(self, x, is_training=False):
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not is_training)(x))
+
+
+class Needing(nn.Module):
+    """Takes something that nobody gives."""
+
+    @nn.compact
+    def __call__(self, x, mode, scale=1.0):
+        return nn.Dense(3)(x)
+
+
 class Normed(nn.Module):
     """Batch statistics without the flags that they need."""
 
@@ -55,6 +71,8 @@ MODELS = {
     **rows(models.from_linen, {"module": models.Network((5,), 3), "sample_shape": (5,)}, [
         ("module", models.Network, "module must be a Module, e.g. models.Network((784,), 10)"),
         ("module", None, "module must be a Module"),
+        ("module", Moded(), "Moded.__call__ takes is_training, which would always be False: only train, training, deterministic"),
+        ("module", Needing(), "Needing.__call__ takes mode, which has no value"),
         ("module", Normed(), "has batch statistics, so its __call__ must take train (or deterministic) and weight"),
         ("sample_shape", 5, "sample_shape=5 must be a tuple of sizes"),
         ("sample_shape", (0,), "sample_shape=0 must be an integer"),
@@ -216,6 +234,15 @@ RUNS = {
             ("evaluators", [1], "=[1] must be a mapping of names to functions"),
         ]
     },
+    "simulate(a number names an evaluator)": Row(
+        lambda: _simulate(evaluators={1: fm.Evaluator(lambda *given: 0.0, DATA)}), ("the name of an evaluator=1 must be a word",)
+    ),
+    "simulate(an evaluator that reads what is traced)": Row(
+        lambda: _simulate(
+            evaluators={"known": fm.Evaluator(lambda key, s, d: metrics.summary(jnp.ones((2, 3, 3)) * s.round, None), problems.data())}
+        ),
+        ("confusion must be known, but is traced",),
+    ),
     "simulate(data=None)": Row(lambda: _simulate(data=None), ("data must be a FederatedData",)),
     "simulate(a name for a method)": Row(
         lambda: fm.simulate("fedavg", problems.data(), key=jax.random.key(0), rounds=1), ("federate takes a method such as",)

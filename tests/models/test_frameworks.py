@@ -257,6 +257,16 @@ class Unweighted(nnx.Module):
         return self.norm(x)
 
 
+class OfBatches(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(5, 3, key=key)
+
+    def __call__(self, x):
+        return jax.vmap(self.linear)(x)
+
+
 BAD = {
     "an NNX module": (lambda: fm.from_nnx(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), (5,)), "make must be a function of rngs"),
     "NNX statistics without weight": (
@@ -271,6 +281,10 @@ BAD = {
     "Equinox without its state": (
         lambda: fm.from_equinox(frameworks.NormedEquinox, (5,)),
         "has a state (batch norm?): give make=eqx.nn.make_with_state(NormedEquinox)",
+    ),
+    "an Equinox module of a batch": (
+        lambda: fm.from_equinox(OfBatches, (5,)),
+        "OfBatches must take one sample, without the axis of a batch, here (5,): ",
     ),
     "no Equinox module": (lambda: fm.from_equinox(lambda key: 3, (5,)), "make must return an equinox.Module"),
     "an unknown layer": (
@@ -295,6 +309,14 @@ BAD = {
     "an apply that drops variables": (
         lambda: fm.from_functions(frameworks.own_init, lambda v, x, *, train, key, weight: (x, {}), (5,)),
         "the variables that apply returns must have the form of those that it gets",
+    ),
+    "an apply that returns outputs alone": (
+        lambda: fm.from_functions(frameworks.own_init, lambda v, x, *, train, key, weight: x, (5,)),
+        "apply must return (outputs, variables), not ",
+    ),
+    "an apply without its flags": (
+        lambda: fm.from_functions(frameworks.own_init, lambda v, x, *, key: (x, v), (5,)),
+        "apply must be a function (variables, x, *, train, key, weight), but it takes no train, weight",
     ),
     "no apply": (lambda: fm.from_functions(frameworks.own_init, None, (5,)), "apply=None must be a function"),
 }
