@@ -272,10 +272,6 @@ def test_a_missing_package_is_named_before_anything_runs(name, package, tmp_path
     assert not (tmp_path / "x").exists()
 
 
-class NoArguments:
-    """A logger that takes no folder."""
-
-
 class OnlyStarts:
     """A logger that gets no numbers."""
 
@@ -283,16 +279,6 @@ class OnlyStarts:
         pass
 
     def start(self, config):
-        pass
-
-
-class Whole(OnlyStarts):
-    """A logger that keeps nothing."""
-
-    def log(self, step, values):
-        pass
-
-    def finish(self, status):
         pass
 
 
@@ -313,8 +299,8 @@ def test_a_function_that_makes_no_logger_is_named(tmp_path):
         ("json:Nothing", "has no attribute 'Nothing'"),
         ("no_x:Y", "no_x"),
         ("", "names of loggers='' must be a word"),
-        (f"{__name__}:NoArguments", r"logger .*:NoArguments must be a function \(folder, name\), but NoArguments takes \(\)"),
-        (f"{__name__}:OnlyStarts", r"logger .*:OnlyStarts has no log\(step, values\) and no finish\(status\)"),
+        ("threading:Event", r"logger threading:Event must be a function \(folder, name\), but Event takes \(\)"),
+        ("logging:Formatter", r"logging:Formatter has no start\(config\) and no log\(step, values\) and no finish\(status\)"),
     ],
 )
 def test_unknown_loggers_get_one_line(names, message):
@@ -322,11 +308,18 @@ def test_unknown_loggers_get_one_line(names, message):
         loggers.made(names)
 
 
-def test_a_logger_of_ones_own_is_named_by_its_module():
-    assert loggers.made(f"{__name__}:Whole, tensorboard") == {
-        f"{__name__}:Whole": Whole,
-        "tensorboard": loggers.TensorBoard,
-    }
+def test_a_logger_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
+    (tmp_path / "whole_logger.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, folder, name): ...\n"
+        "    def start(self, config): ...\n"
+        "    def log(self, step, values): ...\n"
+        "    def finish(self, status): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = loggers.made("whole_logger:Mine, tensorboard")
+    assert list(found) == ["whole_logger:Mine", "tensorboard"]
+    assert found["whole_logger:Mine"].__name__ == "Mine" and found["tensorboard"] is loggers.TensorBoard
 
 
 @pytest.mark.long

@@ -46,7 +46,7 @@ def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """x / y, with the derivative 0 where that is not finite.
 
     Example:
-      >>> jax.grad(lambda y: jnp.where(y == 0, 0, quotient(1.0, y)))(0.0).item()
+      >>> jax.grad(lambda y: jnp.where(y == 0, 0, quotient(1.0, y)))(jnp.zeros(())).item()
       0.0
     """
     return x / y

@@ -490,7 +490,7 @@ def test_a_run_needs_a_folder_and_a_logger_that_can_be_made(file, tmp_path, monk
     (tmp_path / "no_logger.py").write_text("here = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     code, text = said("run", file, "--log", "no_logger:here", "--out", tmp_path / "run")
-    assert code == 1 and "logger no_logger:here must be a class or a function (folder, name), not 3" in text
+    assert code == 1 and "logger no_logger:here=3 must be a function (folder, name)" in text
     code, text = said("run", file, "--log", "nope", "--out", tmp_path / "run")
     assert code == 1 and "module:Name" in text and not (tmp_path / "run").exists()
 
