@@ -202,7 +202,7 @@ def made(names: str) -> dict[str, Make]:
             found[name] = imported("logger", name)
             checks.function(f"logger {name}", found[name], ("folder", "name"), "a class with __init__(self, folder, name)")
             if isinstance(found[name], type):
-                check(name, found[name])
+                check_methods(name, found[name])
         else:
             checks.one_of("logger", name, [*LOGGERS, "module:Name"])
             found[name] = LOGGERS[name]
@@ -210,7 +210,7 @@ def made(names: str) -> dict[str, Make]:
     return found
 
 
-def check(name: str, logger: Any) -> None:
+def check_methods(name: str, logger: Any) -> None:
     """Raises `ValueError` unless a logger, or its class, has the methods of `Logger`."""
     takes = {"start": "config", "log": "step, values", "finish": "status"}
     lacks = [f"{method}({takes[method]})" for method in takes if not callable(getattr(logger, method, None))]

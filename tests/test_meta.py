@@ -751,7 +751,7 @@ def test_several_steps_of_batches_without_weights_need_a_count_of_their_samples(
 
 @pytest.mark.parametrize("coarse", ["rounded", "multiplied"])
 def test_differences_of_a_loss_with_few_digits_are_refused(coarse: str) -> None:
-    """In bfloat16 the difference was 112 % off after one step, and the exact product 0.5 %."""
+    """In bfloat16, a difference was 103 % off after one step of a perceptron, and the exact product 0.7 %."""
 
     def rounding(params: Any, batch: Batch) -> jax.Array:
         return network(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), batch).astype(float)

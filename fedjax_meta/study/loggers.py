@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_meta import process, report
-from fedjax_meta.loggers import DIVERGED, FAILED, FINISHED, STOPPED, Json, Logger, Make, by_step, check, ending, log_steps
+from fedjax_meta.loggers import (
+    DIVERGED,
+    FAILED,
+    FINISHED,
+    STOPPED,
+    Json,
+    Logger,
+    Make,
+    by_step,
+    check_methods,
+    ending,
+    log_steps,
+)
 from fedjax_meta.study import phase
 
 _STOPS = (KeyboardInterrupt, SystemExit, process.Stopped, phase.Stopped)
@@ -94,7 +106,7 @@ class Logged:
             self._open[name] = []
             for kind, make in self._loggers.items():
                 logger = make(self._folder / "logs" / kind.replace(":", "."), name)
-                check(kind, logger)
+                check_methods(kind, logger)
                 logger.start({**config, "options": self._configs[line["system"]]})
                 self._open[name].append(logger)  # one that cannot start is not ended
         scores = {group: test["scores"] for group, test in line["tests"].items()}
