@@ -57,13 +57,15 @@ def _quotient_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...
     (x, y), (dx, dy) = primals, tangents
     value = quotient(x, y)
     divisor = jnp.where(y == 0, 1, y)
-    of_x, of_y = (jnp.where(y == 0, 0, slope) for slope in (1 / divisor, -value / divisor))
-    of_x, of_y = (jnp.where(jnp.isfinite(slope), slope, 0) for slope in (of_x, of_y))
+    of_x, of_y = (jnp.where((y != 0) & jnp.isfinite(slope), slope, 0) for slope in (1 / divisor, -value / divisor))
     return value, of_x * dx + of_y * dy
 
 
 REPLACED = ("sqrt", "rsqrt", "pow", "integer_pow", "div")
 """Operations that `finite_at_zero` may replace."""
+
+CALLS = ("jit", "pjit")
+"""What releases of JAX call the operation of a jitted function."""
 
 
 def finite_at_zero(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,10 +93,10 @@ def _entered(program: Jaxpr) -> Iterator[Any]:
     """The operations of a program and of the calls and conditions in it."""
     for equation in program.eqns:
         yield equation
-        params = equation.params
-        inner = {"jit": "jaxpr", "pjit": "jaxpr", "cond": "branches"}.get(equation.primitive.name)
-        for one in () if inner is None else params[inner] if inner == "branches" else (params[inner],):
-            yield from _entered(one.jaxpr)
+        name, params = equation.primitive.name, equation.params
+        programs = params["branches"] if name == "cond" else [params["jaxpr"]] if name in CALLS else []
+        for inner in programs:
+            yield from _entered(inner.jaxpr)
 
 
 def _not_a_number_as(plain: Any, result: Any) -> Any:
@@ -122,7 +124,7 @@ def _operate(equation: Any, given: list[Any]) -> list[Any]:
         return [root(*given, params["y"])]
     if name == "pow" and isinstance(equation.invars[1], Literal):
         return [root(given[0], float(given[1]))]
-    if name in ("jit", "pjit"):
+    if name in CALLS:
         return _evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, given)
     if name == "cond":
         branches = [lambda *rest, one=one: _evaluate(one.jaxpr, one.consts, rest) for one in params["branches"]]
